@@ -182,6 +182,12 @@ class LateCopy:
             self._copies.end(self._copies.begun.index(self) + 1)
 
 
+def end_patience(entry: Any) -> None:
+    """It has waited for long enough for the transfer of another."""
+    entry.since -= 1000
+    entry.due -= 1000
+
+
 class World(DecodeWorker):
     """One decode rank. ``size`` and ``watermark`` (None: the default part of the pool) in tokens."""
 
@@ -523,9 +529,9 @@ class World(DecodeWorker):
             assert watch.peek() == found and watch.length == found.length
             assert watch.node is (found.path[-1] if found.path else self.tree.root_node)
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
-        # memory, or the next one for time, that is not in each step.
+        # memory, or the next one for time or a row, that is not in each step.
         transfers = {dr.entry for dr in (*self.transfer.queue, *computed)}
-        held = self.queue.has_radix and self.queue.admission.held is not None
+        held = self.queue.has_radix and (self.queue.admission.held is not None or self.queue.admission.full is not None)
         looked_at = not self.queue.retracted_queue and not self.looks_later and not held
         assert not looked_at or all(
             # One that is computed here leaves when its step is launched, after they were looked at.

@@ -38,13 +38,13 @@ def computing(slice_tokens: int, hits: int) -> Loop:
     return loop
 
 
-def computed_here(slice_tokens: int, times: int, hits: int) -> Loop:
-    """PROMPT, so often, one after another, computed by decode in slices."""
+def computed_here(slice_tokens: int, times: int, hits: int, prompt: list[int] = PROMPT) -> Loop:
+    """``prompt``, so often, one after another, computed by decode in slices."""
     loop = computing(slice_tokens, hits)
 
     def between() -> None:
         if loop.iterations % 40 == 1 and loop.iterations < 40 * times:
-            loop.handshake(loop.arrive(PROMPT, max_new=2))
+            loop.handshake(loop.arrive(prompt, max_new=2))
         loop.tier.memory.wait()
         if loop.iterations >= 40 * times and loop.idle() and loop.in_flight is None:
             raise LoopEnds
@@ -60,8 +60,32 @@ def test_the_slices_of_a_prompt_are_one_use_of_it(slice_tokens):
     loop = computed_here(slice_tokens, 1, SELECTIVE)
     assert len(loop.extended) == {4: 6, 10: 3, 100: 1}[slice_tokens] and loop.tier.saves.saved_tokens == 0
     assert computed_here(slice_tokens, 2, SELECTIVE).tier.saves.saved_tokens == 40
+    # Also where it ends with a page, which enters the tree after the last.
+    assert computed_here(slice_tokens, 1, SELECTIVE, PROMPT[:40]).tier.saves.saved_tokens == 0
     # And it is one: after the first, all of it is saved where that is enough.
     assert computed_here(slice_tokens, 1, 1).tier.saves.saved_tokens == 40
+
+
+def test_a_path_of_several_nodes_is_saved_once(monkeypatch):
+    """All become worth it at once. From its end up, each node would copy all above it."""
+    one, turns, copied = World(size=16384, page_size=PAGE, host=HostSizes(4096, SELECTIVE, late=True)), 6, []
+    save = one.tier.memory.save
+    monkeypatch.setattr(one.tier.memory, "save", lambda host, device: copied.append(len(host)) or save(host, device))
+    prompt = tokens(1, 24 * turns)
+    for more in ([], tokens(9, 8)):
+        one.complete(admit(one, prompt + more, max_new=2))
+        one.step()
+        while one.running:
+            one.decode()
+        for turn in range(1, turns if not more else 0):
+            # It parts from the prompt, and ends before its KV comes.
+            other = admit(one, prompt[: 24 * turn] + tokens(7 + turn, 8))
+            other.kv_receiver.abort()
+            other.kv_receiver.quiet = True
+            one.step()
+            one.step()
+    settle(one)
+    assert sum(copied) == len(prompt)
 
 
 @pytest.mark.parametrize("retractions", [0, 1, 3])

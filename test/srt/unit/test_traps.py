@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import Receiver, World, aborted, kv_of
+from decode_world import Receiver, World, aborted, end_patience, kv_of
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -119,15 +119,17 @@ def to_prebuilt(world: World, prompt: list[int], prefill_hit: int = 0) -> tuple[
 
 @pytest.mark.parametrize("page_size", [1, PAGE])
 def test_trap_01_the_prebuilt_batch_has_the_slots_of_prefix_and_delta(page_size):
-    """With a prefix of its own, decode read the slots of the prompt's start where those of the delta belong."""
+    """With a prefix of its own, decode read the slots of the prompt's start where those of the delta belong.
+
+    The batch itself is never run, so its tokens and slots are left out.
+    """
     world, prompt = World(page_size=page_size), tokens(1, 23)
     serve_to_end(world, prompt[:16])
     req, batch = to_prebuilt(world, prompt)
     assert req.decode_prefix_len == 16
-    # One more is the first answer token's, which the next step computes.
-    slots = batch.out_cache_loc.tolist()[:23]
-    assert slots == world.pool.req_to_token[req.req_pool_idx, :23].tolist() and len(set(slots)) == 23
-    assert batch.seq_lens.tolist() == [23] and batch.prefix_lens == [0] and batch.extend_lens == [24]
+    slots = world.pool.req_to_token[req.req_pool_idx, :23].tolist()
+    assert len(set(slots)) == 23 and len(req.fill_ids) == 24
+    assert batch.seq_lens.tolist() == [23] and batch.prefix_lens == [0] and batch.extend_lens == [1]
     for n, slot in enumerate(slots):
         assert int(world.kv.k_buffer[0][slot]) == kv_of(prompt[: n + 1], world.weights)
 
@@ -860,7 +862,7 @@ def herd(rank: int, lost: str) -> list[tuple]:
         # One rank's clock is ahead: it would no longer wait.
         if rank == 1:
             for decode_req in me.world.queue.queue:
-                decode_req.entry.since -= 1000
+                end_patience(decode_req.entry)
 
     plan: dict[int, list] = {4: [arrive], 8: [arrive], 12: [arrive]}
     if lost == "leader":

@@ -92,8 +92,6 @@ class RequestMemory:
             req.kv_generation = self._tree.generation
         req.last_node, req.cache_protected_len = given.node, prefix_len
         req.kv_allocated_len = req.kv_committed_len = num_tokens
-        req.fill_ids = req.origin_input_ids + req.output_ids
-        req.set_extend_input_len(len(req.fill_ids))
         if error is not None:
             raise error
 

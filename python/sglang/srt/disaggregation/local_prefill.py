@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-    from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
@@ -203,11 +202,10 @@ class PromptPages:
 
     def share(self, one: LocalReq, end: int) -> None:
         """Put the prompt's tokens before ``end`` into the tree."""
-        req, tree = one.req, self._tree
-        if end > req.cache_protected_len and tree.accepts(req):
-            req.fill_ids, req.committed_indices = self._tokens(req, end), None
-            # All slices of a prompt are one use of it: the last counts.
-            tree.cache_unfinished_req(req, chunked=end < self.end(one, len(req.origin_input_ids)))
+        # All slices of a prompt are one use of it: the last counts. With drafts, a token's KV depends on the next.
+        if end > one.req.cache_protected_len:
+            chunked = end < self.end(one, len(one.req.origin_input_ids))
+            self._tree.commit_req(one.req, end + self._tree.is_eagle, chunked)
 
     def _tokens(self, req: Req, end: int) -> list[int]:
         """What the tree knows the tokens before ``end`` by: with drafts, the token after them is part of it."""
@@ -291,7 +289,7 @@ class LocalPrefills:
 
     # ---- admission: see `PrefillDeltas` ----
 
-    def request(self, decode_req: DecodeRequest, fence: Fence) -> None:
+    def request(self, decode_req: DecodeRequest) -> None:
         """Take over a request that has its memory, and have its prefill drop it.
 
         One that could not get it on this rank, too: the others do not know, and decide by what is here. The next poll
@@ -453,8 +451,6 @@ class LocalPrefills:
             req = one.req
             # The engine takes what this step computes for all that has been allocated.
             req.kv_committed_len = req.kv_allocated_len = len(req.origin_input_ids)
-            # It is in the tree already: see `DecodeRadixCache.cache_unfinished_req`.
-            req.committed_indices = req.prefix_indices
             if one.left == 0:
                 self._admission.computed(one.decode_req.entry)
                 one.decode_req.advance(Phase.COMMITTED)

@@ -267,7 +267,7 @@ def _forget_memory(req: Req) -> None:
     """``req`` holds nothing, as before its admission; who has taken over what it held gives that back."""
     req.req_pool_idx, req.last_node, req.cache_protected_len = None, None, 0
     req.kv_allocated_len = req.kv_committed_len = 0
-    req.decode_prefix_len = req.transfer_prefix_len = req.kv_generation = req.committed_indices = None
+    req.decode_prefix_len = req.transfer_prefix_len = req.kv_generation = None
     req.host_prefix_len = req.load_start = req.from_storage = 0
 
 

@@ -74,8 +74,8 @@ class Req(engine.Req):
     prefill_cached_tokens: int | None = None
     # What its messages say of these, from its first token on; see `_get_cached_tokens_details`.
     cached_tokens_details: dict | None = None
-    # Its KV slots as the engine wants them when the prebuilt batch is made, from commit until then.
-    committed_indices: torch.Tensor | None = None
+    # The row that it had last, when that has been freed.
+    freed_row: int | None = None
     # The tree's generation when this request's KV was computed; None before admission.
     kv_generation: int | None = None
     # The draft model's KV while it is retracted, as the pool's get_cpu_copy returns it.
@@ -116,7 +116,7 @@ class Req(engine.Req):
         """Adds what admission set, since a resume matches anew."""
         super().reset_for_retract()
         self.cache_protected_len = 0
-        self.committed_indices = self.cached_tokens_details = None
+        self.cached_tokens_details = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
         """Adds what the engine loses: the draft model's KV, and the state that layers without KV have of it.
@@ -226,6 +226,18 @@ class ScheduleBatch(engine.ScheduleBatch):
         for req in self.reqs:
             if not req.finished() and req.req_pool_idx is not None:
                 self._evict_swa(req, req.seqlen - 1)
+
+    def prepare_for_prebuilt(self) -> None:
+        """With the decode tree, leaves prompts out, which the engine flattens and copies: no step runs this batch."""
+        reqs = [req for req in self.reqs if req.decode_prefix_len is not None]
+        whole = [(req.fill_ids, req.extend_input_len) for req in reqs]
+        for req in reqs:
+            req.fill_ids, req.extend_input_len = req.fill_ids[-1:], 1
+        try:
+            super().prepare_for_prebuilt()
+        finally:
+            for req, (fill_ids, extend_input_len) in zip(reqs, whole, strict=True):
+                req.fill_ids, req.extend_input_len = fill_ids, extend_input_len
 
     def process_prebuilt(self, server_args, future_map) -> None:
         """The batch knows where overlapped steps leave what the next draft starts from; resumes keep what they had.

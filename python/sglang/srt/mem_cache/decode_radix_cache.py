@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.free_watermark import WATERMARK_LEAVES, WATERMARK_SLACK, watermark_part
@@ -21,15 +21,16 @@ from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.leaf_eviction import evict_leaves
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode, page_align_keys
 from sglang.srt.mem_cache.tree_audit import audit_tree
+from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["DecodeRadixCache", "is_warmup"]
+__all__ = ["DecodeRadixCache", "insert_below", "is_warmup"]
 
 
 def is_warmup(req: Req) -> bool:
@@ -49,6 +50,51 @@ def _whole_or_split(node: TreeNode) -> Iterator[None]:
     except Exception:
         node.key, node.value, node.parent = whole
         raise
+
+
+def insert_below(
+    tree: DecodeRadixCache, node: TreeNode, key: RadixKey, slots: torch.Tensor, priority: int = 0, chunked: bool = False
+) -> tuple[int, TreeNode]:
+    """Insert what follows ``node``. Returns how many tokens of that were there, and the node that it ends with.
+
+    To the eviction policy all of the path has been used, as with `insert`, and by a request of that priority.
+    slots: int64, as many as ``key`` has tokens. Cost: these and the depth of ``node``, however long the prompt is.
+    """
+    now, path, above = time.monotonic(), [], node
+    while above is not tree.root_node:
+        path.append(above)
+        above = above.parent
+    # From the root down: so what is to be saved is saved once.
+    for above in reversed(path):
+        above.last_access_time, above.priority = now, max(above.priority, priority)
+        tree._inc_hit_count(above, chunked)
+    before = tree._insert_helper(node, key, slots, priority, chunked)
+    for child, _ in tree.reader.descend(node, 0, key.token_ids, key.extra_key):
+        node = child
+    return before, node
+
+
+def _behind_lock(tree: DecodeRadixCache, req: Req, end: int) -> tuple[RadixKey, torch.Tensor]:
+    """The key and the slots, int64, of the whole pages of ``req`` from its lock to token ``end``.
+
+    Its lock is on the node that ends at ``cache_protected_len``. Cost: what lies behind that.
+    """
+    start, prompt = req.cache_protected_len, req.origin_input_ids
+    keys = prompt[start:end]
+    if end > len(prompt):
+        keys = keys + req.output_ids[max(0, start - len(prompt)) : end - len(prompt)]
+    keys = page_align_keys(convert_to_bigram_key(keys) if tree.is_eagle else keys, tree.page_size)
+    slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, start : start + len(keys)]
+    return RadixKey(keys, req.extra_key, is_bigram=tree.is_eagle), slots.to(torch.int64, copy=True)
+
+
+def _slots_between(above: TreeNode, node: TreeNode) -> torch.Tensor:
+    """The slots, int64, of the tokens that end with ``node``, from the end of ``above`` on."""
+    parts = []
+    while node is not above:
+        parts.append(node.value)
+        node = node.parent
+    return torch.cat(parts[::-1])
 
 
 class DecodeRadixCache(RadixCache):
@@ -124,16 +170,6 @@ class DecodeRadixCache(RadixCache):
         self.locks_taken = 0
         self.locks_released = 0
 
-    def insert(self, params: InsertParams) -> InsertResult:
-        """Insert, and advance ``growth`` when the tree holds more than before.
-
-        A request that found too little room need not look at the tree again until ``growth`` has moved.
-        """
-        result = super().insert(params)
-        if result.prefix_len < len(params.key):
-            self.growth += 1
-        return result
-
     def accepts(self, req: Req) -> bool:
         """Whether the tree may serve ``req`` and take its KV.
 
@@ -198,42 +234,51 @@ class DecodeRadixCache(RadixCache):
     # ---- taking in and giving back ----
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        """Put the committed KV of ``req`` into the tree and move its lock to the end of it.
+        """Replaces the engine's, which walks the whole prompt three times; what has been committed is no second use.
 
         ``fill_ids`` already has the token whose KV the next decode step computes; a slot of it must not enter the tree.
-        chunked: to policies by use this is none, nor is what a retracted request does when it comes back.
+        chunked: to policies by use this is none, nor is what comes back from a retraction, or was computed here.
+        """
+        end = min(len(req.fill_ids), self._committed_end(req)) - self.is_eagle
+        if req.cache_protected_len + self.page_size <= end:
+            self.commit_req(req, len(req.fill_ids), chunked or req.retracted_stain or req.computed_here > 0)
+
+    def commit_req(self, req: Req, end: int | None = None, chunked: bool = False) -> None:
+        """Put the committed KV of ``req`` behind its lock, before token ``end`` if given, into the tree and lock it.
+
+        Called when all of it has arrived, so that others find it at once; the prebuilt batch has nothing to insert.
         """
         if not self.accepts(req):
             return
-        if req.committed_indices is not None:
-            req.prefix_indices, req.committed_indices = req.committed_indices, None
-            return
-        fill_ids = req.fill_ids
-        req.fill_ids = fill_ids[: self._committed_end(req)]
-        try:
-            super().cache_unfinished_req(req, chunked or req.retracted_stain)
-        finally:
-            req.fill_ids = fill_ids
+        start, committed = req.cache_protected_len, self._committed_end(req)
+        key, slots = _behind_lock(self, req, committed if end is None else min(end, committed))
+        held, node = insert_below(self, req.last_node, key, slots, req.priority or 0, chunked)
+        if held:
+            # The request goes on with what others have brought meanwhile.
+            theirs = _slots_between(req.last_node, node)[:held]
+            self.req_to_token_pool.write((req.req_pool_idx, slice(start, start + held)), theirs)
+            self.token_to_kv_pool_allocator.free(slots[:held])
+        self.inc_lock_ref(node)
+        self.dec_lock_ref(req.last_node)
+        req.last_node, req.cache_protected_len = node, start + len(key)
 
     def _committed_end(self, req: Req) -> int:
         """Tokens of ``req``, which goes on, that the tree may hold."""
         return req.kv_committed_len
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        super().cache_finished_req(req, is_insert=is_insert and self.accepts(req))
-
-    def commit_req(self, req: Req) -> None:
-        """Put the KV of ``req``, all of which has just arrived, into the tree, without waiting for its prebuilt batch.
-
-        Requests that follow it, and copies of the same pages that others bring, find it at once. To the engine the
-        request still begins at position 0; see `cache_unfinished_req`.
-        """
-        if not self.accepts(req):
-            return
-        # What the engine wants to find in it after its own call, when the batch is made.
-        nothing = req.prefix_indices
-        self.cache_unfinished_req(req)
-        req.committed_indices, req.prefix_indices = req.prefix_indices, nothing
+        """Replaces the engine's, which walks the whole prompt: inserts what is behind the lock, and frees the rest."""
+        end, start = req.pop_committed_kv_cache(), req.cache_protected_len
+        table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        free = [table[start:end]]
+        if is_insert and self.accepts(req) and not self.disable_finished_insert:
+            # To a policy by use it is one, also where there is nothing to insert.
+            key, slots = _behind_lock(self, req, end)
+            held, _ = insert_below(self, req.last_node, key, slots, req.priority or 0)
+            free = [slots[:held], table[start + len(key) : end]]
+        for slots in free:
+            self.token_to_kv_pool_allocator.free(slots)
+        self.dec_lock_ref(req.last_node)
 
     def evict_shortfall(self, num_tokens: int) -> int:
         """Evict ``num_tokens`` rounded up to pages, and no more: the last victim is split and keeps its head.
@@ -284,6 +329,7 @@ class DecodeRadixCache(RadixCache):
 
     def _record_store_event(self, node: TreeNode) -> None:
         """Events tell prompts with an extra_key apart, and those who watch for a new leaf are told of it."""
+        self.growth += 1
         record_store(self, node, super()._record_store_event)
         self.watches.on_new_leaf(node)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.decode_radix_cache import insert_below
 from sglang.srt.mem_cache.host_tier.tree import is_in, path_to
 from sglang.srt.mem_cache.known_prefixes import is_known, note_known
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -68,10 +69,7 @@ class Given(NamedTuple):
 
 
 class Saves:
-    """The saves of one rank, under way and to come.
-
-    Those under way are the same on all ranks, whatever their trees hold; see `agreed.py`.
-    """
+    """The saves of one rank; those under way are the same on all, whatever their trees hold, see `agreed.py`."""
 
     def __init__(
         self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int, ahead: SaveAhead | None = None
@@ -110,6 +108,7 @@ class Saves:
     def used(self, node: TreeNode) -> None:
         """``node`` is new, or has been met again. Of what slices bring, or who comes back, no use has been counted."""
         _raise_saved(self._host, node)
+        self.looking = True
         if self._ahead is not None:
             if getattr(node, _MARK, None) is False:
                 delattr(node, _MARK)
@@ -269,7 +268,7 @@ class Saves:
             self._drop(saving)
             return
         self.unlock(saving)
-        before, last = host.insert_below(saving.above, saving.key, slots, node.priority)
+        before, last = insert_below(host, saving.above, saving.key, slots, node.priority)
         # Others have saved the same meanwhile.
         host.pool.free(slots[:before])
         host.dec_lock_ref(saving.above)

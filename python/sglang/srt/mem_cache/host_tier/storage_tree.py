@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.decode_radix_cache import insert_below
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from sglang.srt.mem_cache.host_tier.tree import HostTree, path_to
 
@@ -42,7 +43,7 @@ class StoredHostTree(HostTree):
         """As `insert_below`, of what the storage had when ``cleared`` was ``stored_in``."""
         self.fetched_in = stored_in
         try:
-            return self.insert_below(node, key, slots)
+            return insert_below(self, node, key, slots)
         finally:
             self.fetched_in = None
 

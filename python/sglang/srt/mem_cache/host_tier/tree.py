@@ -8,7 +8,6 @@ Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#3032
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
 if TYPE_CHECKING:
-    import torch
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
     from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
@@ -65,24 +62,6 @@ class HostTree(DecodeRadixCache):
         if path and path[-1].lock_ref == 0:
             evictable += in_last
         return PrefixPeek(length, evictable, path, in_last)
-
-    def insert_below(
-        self, node: TreeNode, key: RadixKey, slots: torch.Tensor, priority: int = 0
-    ) -> tuple[int, TreeNode]:
-        """Insert what follows ``node``. Returns how many tokens of that were there, and the node that it ends with.
-
-        To the eviction policy all of the path has been used, as with `insert`, and by a request of that priority.
-        """
-        now, above = time.monotonic(), node
-        while above is not self.root_node:
-            above.last_access_time = now
-            self._inc_hit_count(above)
-            above = above.parent
-        self.raise_priority(node, priority)
-        before = self._insert_helper(node, key, slots, priority)
-        for child, _ in self.reader.descend(node, 0, key.token_ids, key.extra_key):
-            node = child
-        return before, node
 
     def raise_priority(self, node: TreeNode, priority: int) -> None:
         """What ends with ``node`` is of this priority at least. No node's is above that of the one that it follows."""
@@ -168,13 +147,6 @@ class HostTierRadixCache(DecodeRadixCache):
         if self.tier is not None:
             self.tier.reset()
         super().reset()
-
-    def insert(self, params: InsertParams) -> InsertResult:
-        """What is in the tree then may be to be saved, on this rank or on another."""
-        result = super().insert(params)
-        if self.tier is not None:
-            self.tier.saves.looking = True
-        return result
 
     def _record_store_event(self, node: TreeNode) -> None:
         """A new leaf is saved."""
