@@ -33,7 +33,7 @@ class Step:
     def __init__(self, available: int = 100, room: int = 8, **more: Any):
         self.budgets = 0
         self.entries = [QueueEntry(n, 0, None, None) for n in range(4)]
-        options = {"max_overtaken": 1, "waiting": lambda: self.entries, "agreed_prefixes": False, **more}
+        options = {"max_overtaken": 1, "waiting": lambda: self.entries, **more}
         self.policy = AdmissionPolicy(NO_TREE, True, options.pop("max_overtaken"))
         self.adder = DecodeAdder(self.policy, room, lambda: self._budget(available), 4, **options)
 
@@ -41,9 +41,8 @@ class Step:
         self.budgets += 1
         return Budget(Memory(100, 100), available, 0, lambda: Uses([], 0, []), 0)
 
-    def add(self, number: int, tokens: int, coming: int = 0, window: WindowNeed = NO_WINDOW) -> Added:
+    def add(self, number: int, tokens: int, window: WindowNeed = NO_WINDOW) -> Added:
         entry = self.entries[number]
-        entry.coming = coming
         added = self.adder.add_one(entry, SimpleNamespace(rid=number), plan(tokens)._replace(window=window))
         if added in (Added.YES, Added.LAST):
             entry.admitted_at = 1.0
@@ -66,9 +65,17 @@ def test_what_is_reserved_for_the_next_steps_is_kept_up():
 
 def test_memory_is_kept_for_who_follows():
     step = Step()
-    assert step.add(0, 90, coming=60) is Added.FOLLOWS
+    step.adder.wait(lambda: Memory(30))
     assert step.adder.promised == Memory(30)
     assert step.add(1, 71) is Added.NO_MEMORY and step.add(1, 70) is Added.YES
+
+
+def test_no_more_than_half_of_what_is_free_is_kept_for_those_who_follow():
+    """Their prefill may stand still, and that of the next be idle."""
+    step = Step()
+    for _ in range(80):
+        step.adder.wait(lambda: Memory(30))
+    assert step.add(1, 51) is Added.NO_MEMORY and step.add(1, 50) is Added.YES
 
 
 def test_no_row_or_buffer_is_left():
@@ -85,9 +92,11 @@ def test_nobody_is_overtaken_more_often_than_the_bound():
     assert [entry.overtaken for entry in step.entries] == [1, 1, 0, 0]
 
 
-def test_an_eviction_ends_the_step_where_ranks_have_agreed_on_prefixes():
-    assert Step(available=9, agreed_prefixes=True).add(0, 10) is Added.LAST
-    assert Step(available=10, agreed_prefixes=True).add(0, 10) is Added.YES
+def test_an_eviction_beyond_what_nobody_waits_for_ends_the_step_of_several_ranks():
+    assert Step(available=9, evictable=0).add(0, 10) is Added.LAST
+    assert Step(available=10, evictable=0).add(0, 10) is Added.YES
+    step = Step(available=9, evictable=11)
+    assert [step.add(0, 10), step.add(1, 10), step.add(2, 1)] == [Added.YES, Added.YES, Added.LAST]
     assert Step(available=9).add(0, 10) is Added.YES
 
 
@@ -176,3 +185,16 @@ def test_prefill_is_asked_when_the_step_in_flight_is_over(phases: dict[str, list
     ways = [phases[decode_req.req.rid] for decode_req in made]
     deferred = [*ASKED[:-1], Phase.DEFERRED, Phase.ASKED, Phase.COMMITTED]
     assert all(way in (deferred, [*ASKED, Phase.COMMITTED]) for way in ways) and deferred in ways
+
+
+def test_one_whose_pages_cannot_be_found_costs_nobody_else_its_answer(monkeypatch):
+    """The pages of all who are admitted in a step come to the host in one copy."""
+    world = World(size=512, page_size=4, max_reqs=16)
+    requests = queue(world, *(tokens(n, 16) for n in range(1, 6)))
+    deltas, wrong = world.queue.admission.deltas, requests[2]
+    offers = deltas._offers
+    monkeypatch.setattr(deltas, "_offers", lambda decode_req: 1 / (decode_req is not wrong) and offers(decode_req))
+    for _ in range(3):
+        world.step()
+    assert [aborted(decode_req.req) for decode_req in requests] == [False, False, True, False, False]
+    assert all(decode_req.wire.asked for decode_req in requests if decode_req is not wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decode_world import World, aborted
+from decode_world import World, aborted, end_patience
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -76,7 +76,7 @@ class Life(RuleBasedStateMachine):
         """Whoever waits for another's transfer has waited for long enough."""
         for decode_req in self.world.queue.queue:
             if decode_req.entry is not None:
-                decode_req.entry.since -= 1000
+                end_patience(decode_req.entry)
 
     @precondition(lambda self: self.world.queue.queue)
     @rule(i=st.integers(0, 9))

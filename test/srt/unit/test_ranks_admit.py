@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import World, aborted
+from decode_world import World, aborted, end_patience
 from ranks import assert_same
 from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
 from sglang.srt.disaggregation.base import KVPoll
@@ -92,13 +92,13 @@ def ticks_between(rank: int, ahead: int) -> list[Any]:
         me.step()
         assert first.entry.coming == second.entry.coming == 32
         if rank == ahead:
-            first.entry.since -= 1000
+            end_patience(first.entry)
         me.step()
-        first.entry.since -= 1000
-        second.entry.since -= 1000
+        end_patience(first.entry)
+        end_patience(second.entry)
         held = me.world.tree.evictable_size()
         worst = 0
-        for _ in range(12):
+        for _ in range(admission_step.ABORT_INTERVAL):
             me.step()
             worst = max(worst, me.world.queue.ranks.disagreements)
         return [asked([leader, first, second]), worst, held == me.world.tree.evictable_size(), me.decisions]
@@ -127,8 +127,10 @@ def herd_gives_up(rank: int) -> list[Any]:
             now[0] += 5.1 * (1 + rank)
             for wait in (0.0, 5.1 * (1 - rank), 0.0):
                 now[0] += wait
-                me.step()
-                worst = max(worst, me.world.queue.ranks.disagreements)
+                # By a clock of one rank, all look every few steps.
+                for _ in range(admission_step.ABORT_INTERVAL):
+                    me.step()
+                    worst = max(worst, me.world.queue.ranks.disagreements)
             copies.append(sum(asked(herd)))
         me.world.complete(herd[0])
         for _ in range(3):
@@ -199,8 +201,9 @@ def paces_differ(rank: int, faster: int) -> list[Any]:
 def test_paces_that_differ_between_ranks(pair, faster):
     steps, worst = assert_same(pair.run(paces_differ, faster))
     assert worst == 0
-    # As the first rank says, in the step after that.
-    assert 80 <= steps <= 90 if faster == 0 else 200 <= steps <= 210
+    # As the first rank says, in one of the next steps.
+    late = admission_step.ABORT_INTERVAL
+    assert 80 <= steps <= 84 + late if faster == 0 else 200 <= steps <= 204 + late
 
 
 def prefill_known_on_one(rank: int, knows: int) -> list[Any]:
@@ -412,6 +415,40 @@ def fails_before_a_blocked_one(rank: int, failing: int) -> list[Any]:
 def test_ranks_leave_out_the_same_steps_when_an_admission_has_failed_on_one(pair, failing):
     """One took the lock that was given back later for news and asked the others, who had nothing to ask: both hung."""
     assert assert_same(pair.run(fails_before_a_blocked_one, failing)) == [True, [False], 0]
+
+
+def fails_where_no_row_is_left(rank: int, failing: int) -> list[Any]:
+    """One rank has a row and a buffer more from then on."""
+    world = World(size=512, page_size=4, max_reqs=2, group=dist.group.WORLD)
+    break_admission(world, rank == failing, "r2")
+    rows = world.pool.available_size()
+    requests = queue(world, *(tokens(n, 16) for n in range(rows + 2)))
+    for _ in range(6):
+        world.step()
+    return [sum(asked(requests)) == rows - (rank == failing), world.pool.available_size() == (rank == failing)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_leave_out_the_same_steps_where_no_row_is_left_on_one(pair, failing):
+    assert pair.run(fails_where_no_row_is_left, failing) == [[True, True]] * 2
+
+
+def fails_before_it_has_evicted(rank: int, failing: int) -> list[Any]:
+    """What it evicts on the other rank is what the next of the step has in the tree on this one."""
+    world = World(size=160, page_size=4, reserved=4, max_reqs=8, watermark=0, group=dist.group.WORLD)
+    for held in ([1] * 16, [2] * 64):
+        serve_to_end(world, held, max_new=1)
+    break_admission(world, rank == failing, f"r{next(world._ids) + 1}")
+    queue(world, [9] * 92, max_new=4)
+    others = queue(world, [1] * 16 + [3] * 32, [2] * 64 + [4] * 80, max_new=4)
+    for _ in range(4):
+        world.step()
+    return [(decode_req.wire.asked, decode_req.wire.prefix_len) for decode_req in others]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_nobody_is_admitted_with_a_prefix_that_one_rank_has_evicted(pair, failing):
+    assert_same(pair.run(fails_before_it_has_evicted, failing))
 
 
 def full_hit_fails(rank: int, failing: int) -> list[Any]:

@@ -5,12 +5,14 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.host_loads import HostLoads
@@ -18,6 +20,7 @@ from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.standstill import Standstills
 from sglang.srt.mem_cache.prefix_reader import NOTHING
+from sglang.srt.mem_cache.prefix_watch import wanted_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -36,7 +39,7 @@ __all__ = ["Admission", "Blocked", "Held"]
 
 # To get at a member of an enumeration takes longer than what is done with it.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
-YES, LAST, FOLLOWS, NO_MEMORY, NO_TIME = Added.YES, Added.LAST, Added.FOLLOWS, Added.NO_MEMORY, Added.NO_TIME
+YES, LAST, NO_ROOM, NO_MEMORY, NO_TIME = Added.YES, Added.LAST, Added.NO_ROOM, Added.NO_MEMORY, Added.NO_TIME
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 # With a target for TTFT: what goes next may have become late meanwhile, and another, which fits, is not.
@@ -93,11 +96,14 @@ class Admission:
         if gate is not None:
             gate.standstills = Standstills(policy.transfers, ranks)
         self._loads = None if tree.tier is None else HostLoads(tree.tier, memory.rows, ranks)
-        # The request at which the last step ended for lack of memory, or of time in a decode step.
+        # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
+        # no time in a decode step; the state in which all waited for transfers, and until when.
+        self.full: tuple[int, ...] | None = None
         self.blocked: Blocked | None = None
         self.held: Held | None = None
-        # Whether one was no candidate of the last step that is one of the next.
-        self.left = False
+        self.following: tuple[Hashable, float] | None = None
+        # Whether all that could be candidates of the last step were; see `Agreed`.
+        self.alike = True
 
     def has_nothing_new(
         self,
@@ -108,7 +114,7 @@ class Admission:
         budget: Callable[[], Budget],
         live: Callable[[], LiveReqs],
     ) -> bool:
-        """Whether a step can be left out: all handshakes are done and what goes next still does not fit.
+        """Whether a step can be left out: all handshakes are done, and what goes next does not fit, or all wait.
 
         Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
         decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
@@ -119,28 +125,46 @@ class Admission:
             return step % ABORT_INTERVAL != 0
         blocked, held = self.blocked, self.held
         every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
-        if step % every == 0 or (blocked is None and held is None) or not queue or self.left:
+        if step % every == 0 or not queue or not self.alike:
+            return False
+        # By what ranks change alike also where one of them has a row more, since an admission has failed there.
+        full = self.full == schedule.version()
+        if not full and blocked is None and held is None and not self._follows_on(schedule, len(queue)):
             return False
         ready = READY
         # Without a generator, which would take longer than this in a queue of hundreds.
         for decode_req in queue:
             if decode_req.phase is not ready:
                 return False
+        if full:
+            return True
         if held is not None:
             # While nobody ends, steps only become longer, whatever comes into the tree.
             if held.live is None:
                 return False
             now = live()
             return len(now.running) + len(now.coming) >= held.live
-        if blocked is None or blocked.version != schedule.version():
+        if blocked is None:
+            return True
+        if blocked.version != schedule.version():
             return False
         return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
+
+    def _follows_on(self, schedule: Schedule, queued: int) -> bool:
+        """Whether all still wait for transfers of others. Clocks of ranks differ: several look every few steps."""
+        if self.following is None or queued > WINDOW:
+            return False
+        state, due = self.following
+        return state == self._moves(schedule) and (self._several_ranks or time.monotonic() <= due)
+
+    def _moves(self, schedule: Schedule) -> Hashable:
+        """Another where one that waits for a transfer may be admitted; on several ranks, on all of them."""
+        return schedule.version() if self._several_ranks else self._tree.watches.moves
 
     def _has_freed(self, blocked: Blocked) -> bool:
         """Whether there is more memory than when ``blocked`` was asked, in the same state otherwise.
 
-        Who runs grows meanwhile, and lacks at most as much less as there is less memory. What a step frees behind
-        windows is not asked for: that takes a look at each request.
+        Who runs grows meanwhile, and lacks at most as much less as there is less memory. Windows are not asked for.
         """
         free = blocked.free
         return free is None or self._tree.windows is not None or self._accounts.free(()).kv > free.kv
@@ -153,7 +177,6 @@ class Admission:
         live: Callable[[], LiveReqs],
         budget: Callable[[], Budget],
         schedule: Schedule,
-        several_ranks: bool,
     ) -> list[DecodeRequest]:
         """Admit candidates in the order given, until one does not fit.
 
@@ -166,18 +189,21 @@ class Admission:
             budget,
             self._accounts.reserved,
             (lambda: _waiting(window)) if len(window) > 1 else None,
-            agreed_prefixes=several_ranks,
+            evictable=_evictable(self._tree, agreed) if self._several_ranks else None,
             gate=self._gate,
             live=live,
             computes=0 if self._local is None else self._local.policy.most,
+            several_ranks=self._several_ranks,
         )
-        was_blocked, self.blocked, self.held, self.left = self.blocked, None, None, agreed.left
+        was_blocked, self.alike = self.blocked, agreed.alike
+        self.full = self.blocked = self.held = self.following = None
         admitted: list[DecodeRequest] = []
+        due = math.inf
         for decode_req, may_match in agreed.candidates:
             if decode_req.is_aborted or decode_req.error is not None:
                 continue
             req, entry = decode_req.req, decode_req.entry
-            if self._local is not None and not several_ranks:
+            if self._local is not None and not self._several_ranks:
                 entry.peer_drops = peer_drops(decode_req)
             try:
                 plan = self._plan(decode_req, entry, may_match, now, live)
@@ -185,39 +211,51 @@ class Admission:
                 # On all ranks: they ask the same of the same tree.
                 decode_req.lose(e)
                 continue
-            added = adder.add_one(entry, req, plan)
-            if added is FOLLOWS:
+            if plan is None:
+                adder.wait(lambda req=req, held=entry.watch.length + entry.coming: self._accounts.kept_for(req, held))
+                due = min(due, entry.due)
                 continue
-            if added is NO_MEMORY or added is NO_TIME:
-                # Before the state is noted in which nobody need be asked again.
-                self.memory.end_step()
-            if added is NO_MEMORY:
-                if was_blocked is None or was_blocked.rid != req.rid:
-                    self._counters.blocked()
-                free = self._accounts.free(())
-                self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), free)
-            if added is NO_TIME:
-                assert self._gate is not None
-                live_now = adder.held_live
-                self.held = Held(req.rid, None if live_now is None else live_now + self._gate.left_out)
+            added = adder.add_one(entry, req, plan)
             if added is not YES and added is not LAST:
+                self._note_refused(added, req, plan, adder, schedule, fence)
+                if added is NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
+                    self._counters.blocked()
                 break
-            self.admit_one(decode_req, plan, fence)
+            self.admit_one(decode_req, plan)
             admitted.append(decode_req)
             if added is LAST:
-                # What the ranks have agreed on of the next request's prefix may be gone.
                 break
+        else:
+            if due < math.inf:
+                self.following = self._moves(schedule), due
         self.memory.end_step()
+        self.deltas.ask_admitted(fence)
         if admitted:
             self._counters.overtaken(adder.overtaken())
         if self._gate is not None:
             self._gate.tell_held(None if self.held is None else self.held.rid, lambda: len(_waiting(window)))
         return admitted
 
+    def _note_refused(
+        self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, schedule: Schedule, fence: Fence
+    ) -> None:
+        """Remember why the step ends with ``req``, and in which state."""
+        if added is NO_MEMORY or added is NO_TIME:
+            self.memory.end_step()
+        if added is NO_ROOM:
+            # A row that a step in flight reads is free in the next step.
+            self.full = None if fence.rows else schedule.version()
+        elif added is NO_MEMORY:
+            self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), self._accounts.free(()))
+        elif added is NO_TIME:
+            assert self._gate is not None
+            live_now = adder.held_live
+            self.held = Held(req.rid, None if live_now is None else live_now + self._gate.left_out)
+
     def _plan(
         self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, now: float, live: Callable[[], LiveReqs]
-    ) -> AdmissionPlan:
-        """What admitting a request takes, and in ``entry.coming`` what the transfer brings for which it waits, if any.
+    ) -> AdmissionPlan | None:
+        """What admitting a request takes; None if it waits for the transfer of another, which brings ``entry.coming``.
 
         may_match: whether it may use what the tree holds, as far as its prefill and the other ranks go.
         """
@@ -225,13 +263,17 @@ class Admission:
         may_match = may_match and self._tree.accepts(req)
         # In the step in which it has shaken hands nobody has asked before.
         entry.takes_prefix = entry.takes_prefix or may_match
-        entry.coming = policy.refresh_coming(entry, now) if may_match and policy.may_follow else 0
+        if may_match and policy.may_follow:
+            # Another request of this step may have become its leader.
+            policy.find_leader(entry, now)
+            if entry.coming:
+                entry.local = is_taken_over(decode_req)
+                return None
+        entry.coming = 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
         entry.stored = self._loads.found(entry, found) if may_match and self._loads is not None else NOTHING
         held = entry.stored if entry.stored.length else found
-        entry.local = is_taken_over(decode_req) or (
-            may_match and entry.peer_drops and not entry.coming and self._computes(req, held, live)
-        )
+        entry.local = is_taken_over(decode_req) or (may_match and entry.peer_drops and self._computes(req, held, live))
         if entry.local and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]
@@ -244,7 +286,7 @@ class Admission:
         """Whether what the tree lacks of ``req`` is computed here."""
         return self._local is not None and self._local.should_compute(req, found, lambda: len(live().running))
 
-    def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan, fence: Fence) -> None:
+    def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan) -> None:
         """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""
         req, entry = decode_req.req, decode_req.entry
         if entry.following_since is not None:
@@ -275,9 +317,19 @@ class Admission:
             return
         req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
         try:
-            source.request(decode_req, fence)
+            source.request(decode_req)
         except Exception as e:
             decode_req.lose(e)
+
+
+def _evictable(tree: DecodeRadixCache, agreed: Agreed) -> int:
+    """Tokens that a step on several ranks may evict and go on, the same on all of them.
+
+    Nobody who waits matches these, so what the ranks have agreed on stays, also where an admission fails on one.
+    """
+    if not agreed.alike or len(agreed.window) == WINDOW:
+        return 0
+    return max(0, tree.evictable_size() - wanted_tokens(tree.watches))
 
 
 def _waiting(window: Sequence[DecodeRequest]) -> list[QueueEntry]:

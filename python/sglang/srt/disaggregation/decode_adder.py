@@ -26,8 +26,6 @@ class Added(enum.Enum):
     YES = enum.auto()
     # It is added, and nobody after it in this step.
     LAST = enum.auto()
-    # It waits for the transfer of another; the next may be added.
-    FOLLOWS = enum.auto()
     # Not it, nor anybody after it: there is no row or buffer left, too little memory, steps
     # would become too long, or it is the turn of another.
     NO_ROOM = enum.auto()
@@ -37,7 +35,7 @@ class Added(enum.Enum):
 
 
 # To get at a member of an enumeration takes longer than what is done with it.
-YES, LAST, FOLLOWS = Added.YES, Added.LAST, Added.FOLLOWS
+YES, LAST = Added.YES, Added.LAST
 
 
 class DecodeAdder:
@@ -50,42 +48,48 @@ class DecodeAdder:
         budget: Callable[[], Budget],
         reserved: int,
         waiting: Callable[[], Sequence[QueueEntry]] | None,
-        agreed_prefixes: bool,
+        evictable: int | None = None,
         gate: ItlGate | None = None,
         live: Callable[[], LiveReqs] | None = None,
         computes: int = 0,
+        several_ranks: bool = False,
     ):
         """room: requests for which there is a row and a buffer.
 
         budget: what the step has to give. reserved: tokens kept for a request's next steps. waiting: the entries of all
         that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
-        admitted.
-        agreed_prefixes: whether an eviction may cost a prefix that ranks have agreed on, and so ends the step.
-        gate, live: what bounds the time of decode steps, and who is in them. computes: tokens of a prompt that decode
-        may compute itself.
+        admitted. evictable: tokens that the step may evict and go on; None for all. gate, live: what bounds the time of
+        decode steps, and who is in them. computes: tokens of a prompt that decode may compute itself.
         """
-        self._computes = computes
+        self._computes, self._several_ranks = computes, several_ranks
         self._gate, self._live = gate, live
         self._load: Load | None = None
         self._policy, self._room, self._reserved = policy, room, reserved
         self._find_budget, self._waiting = budget, waiting
-        self._agreed_prefixes = agreed_prefixes
+        self._evictable = evictable
         self._budget: Budget | None = None
         self._turns: Turns | None = None
         # The last admission, which the budget has not been told of.
         self._untold: AdmissionPlan | None = None
         self._entries: list[QueueEntry] = []
-        # Kept for those that wait for a transfer of others and will then go first.
-        self.promised = Memory(0)
+        # What those need that wait for transfers of others, asked for when somebody else could be admitted.
+        self._waits: list[Callable[[], Memory]] = []
+        self._promised = Memory(0)
+
+    def wait(self, needs: Callable[[], Memory]) -> None:
+        """A request waits for the transfer of another, will then go first, and ``needs`` as much."""
+        self._waits.append(needs)
+
+    @property
+    def promised(self) -> Memory:
+        """What all need that wait. Of it `Budget.covers` keeps some."""
+        for needs in self._waits:
+            self._promised = self._promised.plus(needs())
+        self._waits.clear()
+        return self._promised
 
     def add_one(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> Added:
-        """Add ``req``, whose admission takes ``plan``, if it fits. If so it is to be admitted before the next is asked.
-
-        ``entry.coming`` says what a transfer brings for which it waits.
-        """
-        if entry.coming:
-            self.promised = self.promised.plus(Memory(max(0, plan.soon - entry.coming), plan.window.soon))
-            return FOLLOWS
+        """Add ``req``, whose admission takes ``plan``, if it fits; if so, it is admitted before the next is asked."""
         if len(self._entries) >= self._room:
             return Added.NO_ROOM
         budget = self._budget_now()
@@ -99,8 +103,9 @@ class DecodeAdder:
             return Added.NOT_ITS_TURN
         self._untold = plan
         self._entries.append(entry)
-        evicts = self._agreed_prefixes and plan.delta > budget.available
-        return LAST if evicts else YES
+        # With what earlier ones have evicted, what is available is less than nothing.
+        evicts = max(0, plan.delta - budget.available)
+        return YES if self._evictable is None or evicts <= self._evictable else LAST
 
     @property
     def held_live(self) -> int | None:
@@ -132,7 +137,7 @@ class DecodeAdder:
             return False
         # What the tree and host memory hold of it may be another number on each rank.
         held = [watch.length for watch in (entry.watch, entry.host_watch) if watch is not None]
-        return self._agreed_prefixes or len(entry.watch.token_ids) - max(held) <= self._computes
+        return self._several_ranks or len(entry.watch.token_ids) - max(held) <= self._computes
 
     def _budget_now(self) -> Budget:
         budget = self._budget

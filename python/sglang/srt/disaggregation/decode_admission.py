@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import math
 import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
@@ -171,8 +172,10 @@ class Transfers:
     def __init__(self) -> None:
         # With when each ended.
         self._paces: OrderedDict[Hashable, deque[tuple[float, Pace]]] = OrderedDict()
-        # Each follower asks in each step.
+        # Each follower asks for it.
         self._slowest: dict[Hashable, Pace] = {}
+        # Advanced with what decides, beside the tree, for which transfers requests wait and how long.
+        self.changes = 0
         # When the last short ones ended, and their seconds.
         self._short: deque[tuple[float, float]] = deque(maxlen=8)
 
@@ -202,11 +205,10 @@ class Transfers:
         return self._slowest.get(prefill)
 
     def _find_slowest(self, prefill: Hashable) -> None:
-        paces = [pace for _, pace in self._paces[prefill]]
+        paces, before = [pace for _, pace in self._paces[prefill]], self._slowest.pop(prefill, None)
         if paces:
             self._slowest[prefill] = Pace(*map(max, zip(*paces, strict=True)))
-        else:
-            del self._slowest[prefill]
+        self.changes += self._slowest.get(prefill) != before
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -241,6 +243,9 @@ class QueueEntry:
     held_since: int | None = None
     lost: int = 0
     waited: float = 0.0
+    # Until when it waits for its leader if nothing changes: of the leaders, and of what `Transfers.changes` counts.
+    due: float = -math.inf
+    changes: int = -1
     # The last for which it has waited for long enough.
     given_up: Watch | None = None
     following_since: float | None = None
@@ -279,6 +284,9 @@ class QueueEntry:
     def give_up(self) -> None:
         """It waits for its leader no longer; it may for one that comes later, see `may_wait_for`."""
         self.given_up, self.held_since = self.leader or self.given_up, None
+        if self.watch is not None:
+            self.watch.may = None if self.given_up is None else self.may_wait_for
+            self.watch.forget_leaders()
 
     def may_wait_for(self, leader: Watch) -> bool:
         """Whether it may wait for ``leader``, after all for which it has waited for long enough.
@@ -286,8 +294,7 @@ class QueueEntry:
         A later one of its own prefill is what its own copy would come after. One of another prefill it would wait for
         once more as long, while a copy of its own is due.
         """
-        if self.given_up is None:
-            return True
+        assert self.given_up is not None
         lead, given_up = leader.owner, self.given_up.owner
         later: bool = lead.admission > given_up.admission
         return later and (lead.prefill == self.prefill or given_up.watch is None)
@@ -394,7 +401,13 @@ class AdmissionPolicy:
         Returns whether by this rank's clock it has waited long enough. It waits on until `give_up`: the clocks of TP
         ranks differ, and what each measures of a prefill, so that is agreed on first.
         """
+        watch, changes = entry.watch, self.transfers.changes
+        if entry.takes_prefix and now <= entry.due and entry.changes == changes:
+            if watch is not None and watch.seen == watch.group.newest:
+                return False
         found = self._leader(entry)
+        # A prefill may turn out to take a prefix.
+        entry.changes, entry.due = changes, math.inf if entry.takes_prefix else -math.inf
         if found is None:
             entry.follow_nobody()
             return False
@@ -402,21 +415,12 @@ class AdmissionPolicy:
         if entry.leader is not leader:
             entry.wait_for(leader, now)
         entry.coming = coming
-        if entry.following_since is None and entry.watch is not None:
-            entry.following_since, entry.held_alone = now, entry.watch.length
+        if entry.following_since is None and watch is not None:
+            entry.following_since, entry.held_alone = now, watch.length
         lead: QueueEntry = leader.owner
-        same = lead.prefill == entry.prefill
-        pace = self.transfers.pace(entry.prefill)
-        return now - entry.since > self.wait_limit.allowed(same, pace, lead.delta, coming)
-
-    def refresh_coming(self, entry: QueueEntry, now: float) -> int:
-        """`QueueEntry.coming` later in the same step, when another request may have become its leader."""
-        self.find_leader(entry, now)
-        return entry.coming
-
-    def follows(self, entry: QueueEntry) -> bool:
-        """Whether one that has waited for a transfer would go on to."""
-        return self._leader(entry) is not None
+        same, pace = lead.prefill == entry.prefill, self.transfers.pace(entry.prefill)
+        entry.due = entry.since + self.wait_limit.allowed(same, pace, lead.delta, coming)
+        return now > entry.due
 
     def give_up(self, entry: QueueEntry) -> None:
         """Have ``entry`` wait for its leader no longer, from this step on; see `QueueEntry.give_up`."""
@@ -426,7 +430,7 @@ class AdmissionPolicy:
     def _leader(self, entry: QueueEntry) -> tuple[Watch, int] | None:
         if entry.watch is None or not entry.takes_prefix or not self.may_follow:
             return None
-        found = self.tree.watches.leader(entry.watch, None if entry.given_up is None else entry.may_wait_for)
+        found = self.tree.watches.leader(entry.watch)
         if found is None or (found[0].owner.images and found[0].owner.prefill in self.other_images):
             return None
         return found
@@ -461,6 +465,7 @@ class AdmissionPolicy:
         """Prefill has computed ``entry`` with the same images as decode has, or with others."""
         if entry.images:
             (self.other_images.discard if same else self.other_images.add)(entry.prefill)
+            self.transfers.changes += 1
 
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""

@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not.
 WINDOW = 256
-# Requests that one step may admit where there are several ranks.
+# Requests of which ranks compare one by one what their trees hold. Of all of the window they compare a digest; where
+# that differs, a step admits these alone.
 CANDIDATES = 8
 SHARED_FIGURES = 8
-_STATE = SHARED_FIGURES + 2 * CANDIDATES
+_STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
 # Of the requests of the window, that many stand in one figure, a bit each.
 _BITS = 32
 _WORDS = WINDOW // _BITS
@@ -46,8 +47,9 @@ class Agreement:
 
     low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
     2: and drops what decode computes): of each request of the window, by MIN. same: for each candidate, whether all
-    ranks' trees hold the same of it. expired: the requests of the window, by index, that by the first rank's clock have
-    waited long enough for what they wait for. measured: figures of 0 or more of the first rank.
+    ranks' trees hold the same of it; alike: whether they do of all of the window. expired: the requests of the window,
+    by index, that by the first rank's clock have waited long enough for what they wait for. measured: figures of 0 or
+    more of the first rank.
     """
 
     low: list[int]
@@ -55,6 +57,7 @@ class Agreement:
     polls: list[int]
     capable: list[int]
     same: list[bool]
+    alike: bool
     expired: list[int]
     measured: list[int] = dataclasses.field(default_factory=list)
 
@@ -72,18 +75,21 @@ def agree(
     capable: Sequence[int],
     expired: Sequence[int] = (),
     measured: Sequence[int] = (),
+    digest: int = 0,
 ) -> Agreement:
     """Reduce over ``group``.
 
     shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
-    `CANDIDATES`. polls, capable: for each request of the window, at most `WINDOW`. expired: by this rank's clock, see
-    `Agreement`. measured: by the first rank, at most `MEASURED` figures of 0 or more. Raises ValueError for other
-    numbers: the ranks would take one figure for another, or reduce tensors of different sizes.
+    `CANDIDATES`; digest: of the same two of all of the window. polls, capable: for each request of the window, at most
+    `WINDOW`. expired: by this rank's clock, see `Agreement`. measured: by the first rank, at most `MEASURED` figures of
+    0 or more. Raises ValueError for other numbers: the ranks would take one figure for another, or reduce tensors of
+    different sizes.
     """
     if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW or len(measured) > MEASURED:
         raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
     state = [*shared, *(figure for two in held for figure in two)]
-    state += [0] * (_STATE - len(state))
+    state += [0] * (_STATE - 1 - len(state))
+    state.append(digest)
     pad = [0] * (WINDOW - len(polls))
     words = [0] * _WORDS
     from_first = [0] * MEASURED
@@ -98,12 +104,14 @@ def agree(
     agreed = reduced.tolist()
     low, high = agreed[:_STATE], [-figure for figure in agreed[_STATE : 2 * _STATE]]
     first = 2 * _STATE
+    same = [low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)]
     return Agreement(
         low=low[:SHARED_FIGURES],
         high=high[:SHARED_FIGURES],
         polls=agreed[first : first + len(polls)],
         capable=agreed[first + WINDOW : first + WINDOW + len(polls)],
-        same=[low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)],
+        same=same,
+        alike=all(same) and low[-1] == high[-1],
         expired=_bits(agreed[first + 2 * WINDOW : first + 2 * WINDOW + _WORDS]),
         measured=[-figure for figure in agreed[first + 2 * WINDOW + _WORDS :]],
     )
@@ -214,9 +222,10 @@ class Ranks:
         capable: Sequence[int],
         expired: Sequence[int],
         measured: Sequence[int] = (),
+        digest: int = 0,
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        told = agree(self.group, shared, held, polls, capable, expired, measured)
+        told = agree(self.group, shared, held, polls, capable, expired, measured, digest)
         if told.in_step:
             self.disagreements = 0
             return told

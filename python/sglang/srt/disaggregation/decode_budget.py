@@ -301,8 +301,12 @@ class Budget:
         return Memory(kv, max(window.soon, window.at_length - retractable) + self.windows.tokens(retractable))
 
     def covers(self, plan: AdmissionPlan, promised: Memory) -> bool:
-        """Whether a request can be admitted. promised: to others, which come before it."""
-        return self.free.covers(self.needs(plan), promised)
+        """Whether a request can be admitted. promised: to others, which come before it when a transfer has ended.
+
+        At most half of what is free is kept for them: their prefill may be stalled, and the request have another.
+        """
+        kept = Memory(*(min(wanted, free // 2) for wanted, free in zip(promised, self.free, strict=True)))
+        return self.free.covers(self.needs(plan), kept)
 
     def admit(self, plan: AdmissionPlan, ahead: int) -> None:
         """A request is admitted as planned. ahead: what is reserved for its next steps."""
@@ -369,6 +373,12 @@ class Accounts:
             at_length=self.lengths.at_end(num_tokens, left) - prefix_len,
             window=self._window_need(req, num_tokens),
         )
+
+    def kept_for(self, req: Req, held: int) -> Memory:
+        """What ``req`` needs soon when the tree holds so many tokens of its prompt; see `plan`."""
+        num_tokens = len(req.origin_input_ids)
+        soon = pages(num_tokens + min(_tokens_left(req), self.reserved), self._page) * self._page
+        return Memory(max(0, soon - held), self._window_need(req, num_tokens).soon)
 
     def free(self, running: Iterable[Req]) -> Memory:
         """What is free or evictable.

@@ -6,6 +6,8 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import time
+import zlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -45,13 +47,13 @@ class Window(NamedTuple):
 class Agreed(NamedTuple):
     """What a step of admission works on.
 
-    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not. left:
-    whether one is none that would be in the next step.
+    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not. alike:
+    whether the trees of all ranks hold the same of all; if not, others may be candidates in the next step.
     """
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
     window: Sequence[DecodeRequest]
-    left: bool = False
+    alike: bool = True
 
 
 class OwnFigures(NamedTuple):
@@ -125,6 +127,8 @@ class Schedule:
         self._computes_here = computes_here
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
+        # What the tree held of a window, by rank, and the state in which it did.
+        self._digested: tuple[tuple, int] = ((), 0)
         # Windows that have been found.
         self._looks = 0
 
@@ -231,6 +235,7 @@ class Schedule:
             [takes_prefix(dr) + (self._computes_here and peer_drops(dr)) for dr in requests],
             expired,
             [figure for one in self._measured for figure in one.own()],
+            self._held_digest(entries),
         )
         if told is None:
             return None
@@ -248,11 +253,21 @@ class Schedule:
         for i in told.expired:
             # From the next step on; the order of this one is agreed.
             entries[i].give_up()
+        if told.alike:
+            # As one rank alone.
+            return Agreed([(requests[i], bool(told.capable[i])) for i in self._order(window)], requests)
         same = dict(zip(picked, told.same, strict=True))
-        # What the trees hold of one that followed has not been compared: if it does so no more, the next step will.
         going = [i for i in (*order, *late) if i in same and requests[i].phase is READY]
-        left = any(not policy.follows(entries[i]) for i in order if i not in same)
-        return Agreed([(requests[i], bool(told.capable[i]) and same[i]) for i in going], requests, left)
+        return Agreed([(requests[i], bool(told.capable[i]) and same[i]) for i in going], requests, alike=False)
+
+    def _held_digest(self, entries: list[QueueEntry]) -> int:
+        """Of what this rank's tree and host memory hold of all of a window, see `_held`."""
+        tree = self._tree
+        seen = self.version(), tree.evictable_size(), tree.protected_size(), entries
+        if self._digested[0] != seen or tree.tier is not None:
+            held = array("q", [figure for entry in entries for figure in self._held(entry)])
+            self._digested = seen, zlib.crc32(held.tobytes())
+        return self._digested[1]
 
     def _held(self, entry: QueueEntry) -> tuple[int, int]:
         """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""

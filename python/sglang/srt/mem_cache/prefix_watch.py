@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["PrefixWatches", "Watch"]
+__all__ = ["PrefixWatches", "Watch", "wanted_tokens"]
 
 # Of those in one place, how many a prompt that arrives is compared with, and among how many they are looked for.
 COMPARED, LOOKED_AT = 8, 64
@@ -39,7 +39,7 @@ class Watch:
 
     __slots__ = (
         *("token_ids", "extra_key", "owner", "length", "node", "in_last", "leading", "least", "place", "common"),
-        *("text", "like", "alike", "put", "seen", "best", "_locked", "_free", "_unlocked"),
+        *("text", "like", "alike", "put", "seen", "best", "group", "may", "_locked", "_free", "_unlocked"),
     )
 
     def __init__(self, token_ids: Sequence[Any], extra_key: str | None, owner: Any, root: TreeNode):
@@ -61,6 +61,9 @@ class Watch:
         # that number, and the best of them with what that brings; see `PrefixWatches.leader`.
         self.put, self.seen = 0, -1
         self.best: tuple[Watch, int] | None = None
+        # Those of its place, once it is in one; and which of the leaders there may be the best, if not all.
+        self.group: _Group
+        self.may: Callable[[Watch], bool] | None = None
         # The last node on its path that is locked and the first that is not, when the tokens from there were counted.
         self._locked: TreeNode | None = None
         self._free: TreeNode | None = None
@@ -126,11 +129,13 @@ class Watch:
 class _Group:
     """Watches of one place: prompts that share what the tree holds of them, and the page after that."""
 
-    __slots__ = ("waiting", "leading")
+    __slots__ = ("waiting", "leading", "newest")
 
     def __init__(self) -> None:
         self.waiting: dict[Watch, None] = {}
         self.leading: dict[Watch, None] = {}
+        # The number of the last leader that has come here.
+        self.newest = 0
 
     def __iter__(self) -> Iterator[Watch]:
         yield from self.waiting
@@ -142,6 +147,19 @@ class _Group:
 
     def of(self, watch: Watch) -> dict[Watch, None]:
         return self.leading if watch.leading else self.waiting
+
+
+def wanted_tokens(watches: PrefixWatches) -> int:
+    """Tokens that some waiting prompt matches and nobody has locked, each once. Cost: the nodes that hold them."""
+    ends = {node: watches.wanted(node) for node in watches._at if watches.waiting(node)}
+    whole: set[TreeNode] = set()
+    for node in ends:
+        above = node.parent
+        while above is not None and above.lock_ref == 0 and above not in whole:
+            whole.add(above)
+            above = above.parent
+    tokens = sum(len(node.key) for node in whole)
+    return tokens + sum(span for node, span in ends.items() if node.lock_ref == 0 and node not in whole)
 
 
 class PrefixWatches:
@@ -184,7 +202,7 @@ class PrefixWatches:
             self.on_the_way -= 1
             for other in group.waiting:
                 other.common.pop(watch.text, None)
-                if other.best is not None and other.best[0] is watch:
+                if other.may is not None or (other.best is not None and other.best[0] is watch):
                     other.forget_leaders()
 
     def lead(self, watch: Watch, least: int = 0) -> None:
@@ -192,41 +210,33 @@ class PrefixWatches:
 
         least: tokens that it must bring of another prompt to be the `leader` of that.
         """
-        group = self._at[watch.node][watch.place]
-        del group.waiting[watch]
-        self._join(group.leading, watch)
+        del watch.group.waiting[watch]
         watch.leading, watch.least = True, least
+        self._join(watch.group, watch)
         watch.common.clear()
         watch.forget_leaders()
         self.leader_version += 1
         self.on_the_way += 1
         self._on_leave(watch.node)
 
-    def leader(self, watch: Watch, may: Callable[[Watch], bool] | None = None) -> tuple[Watch, int] | None:
+    def leader(self, watch: Watch) -> tuple[Watch, int] | None:
         """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
 
-        Those that bring too little for what they bring in all are passed over, see `lead`, and those that ``may`` says
-        no to. Cost: each pair of prompts is compared once, as far as they share more than is known; and a look at those
-        that have come since this was last asked, at all of them where the best has gone or ``may`` is given.
+        Those that bring too little for what they bring in all are passed over, see `lead`, and those that `Watch.may`
+        says no to. Cost: each pair of prompts is compared once, as far as they share more than is known; and a look at
+        those that have come since this was last asked, at all of them where the best has gone.
         """
-        if watch.place[1] is None:
-            # The tree holds all of it that can be shared.
-            return None
-        leading = self._at[watch.node][watch.place].leading
-        if may is not None:
-            return self._best(watch, leading, None, may)
-        new = list(takewhile(lambda other: other.put > watch.seen, reversed(leading)))
-        if new:
-            watch.best = self._best(watch, reversed(new), watch.best)
-            watch.seen = new[0].put
+        group = watch.group
+        if watch.seen != group.newest:
+            # None of them can bring what the tree holds: all of it that can be shared.
+            if watch.place[1] is not None:
+                new = list(takewhile(lambda other: other.put > watch.seen, reversed(group.leading)))
+                watch.best = self._best(watch, reversed(new), watch.best)
+            watch.seen = group.newest
         return watch.best
 
     def _best(
-        self,
-        watch: Watch,
-        leaders: Iterable[Watch],
-        known: tuple[Watch, int] | None,
-        may: Callable[[Watch], bool] | None = None,
+        self, watch: Watch, leaders: Iterable[Watch], known: tuple[Watch, int] | None
     ) -> tuple[Watch, int] | None:
         """The best of ``leaders``, unless one that is ``known`` and was there before brings as much."""
         best, most = (None, 0) if known is None else known
@@ -235,9 +245,14 @@ class PrefixWatches:
             if shared is None:
                 shared = watch.common[other.text] = self._compare(watch, other)
             coming = shared - watch.length
-            if coming > most and coming >= other.least and (may is None or may(other)):
+            if coming > most and coming >= other.least and (watch.may is None or watch.may(other)):
                 best, most = other, coming
         return None if best is None else (best, most)
+
+    @property
+    def moves(self) -> int:
+        """Advanced when a prompt comes to another place of the tree, and when a leader comes or goes."""
+        return self._puts + self.leader_version
 
     # ---- what eviction asks ----
 
@@ -296,7 +311,7 @@ class PrefixWatches:
                     watch.like, watch.alike = text, watch.length
                 watch.length -= watch.in_last
                 watch.move(parent, full, place)
-                self._join(together.of(watch), watch)
+                self._join(together, watch)
 
     def on_new_leaf(self, node: TreeNode) -> None:
         """A leaf has been added. Cost: those who wait for it are compared with it as far as is not known of another."""
@@ -376,18 +391,20 @@ class PrefixWatches:
         group = places.get(watch.place)
         if group is None:
             group = places[watch.place] = _Group()
-        self._join(group.of(watch), watch)
+        self._join(group, watch)
 
-    def _join(self, watches: dict[Watch, None], watch: Watch) -> None:
+    def _join(self, group: _Group, watch: Watch) -> None:
         self._puts += 1
-        watch.put = self._puts
-        watches[watch] = None
+        watch.put, watch.group = self._puts, group
+        group.of(watch)[watch] = None
+        if watch.leading:
+            group.newest = watch.put
 
     def _take(self, watch: Watch) -> _Group:
-        places = self._at[watch.node]
-        group = places[watch.place]
+        group = watch.group
         del group.of(watch)[watch]
         if not group.waiting and not group.leading:
+            places = self._at[watch.node]
             del places[watch.place]
             if not places:
                 del self._at[watch.node]
