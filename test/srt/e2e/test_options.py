@@ -271,6 +271,12 @@ def test_a_token_that_is_forced_and_that_the_grammar_rejects(door, prompt, after
     assert [decode.json()["output_ids"] for _, decode in replies[1::2]] == [door.truth] * 2
 
 
+def test_a_grammar_that_leaves_no_token_is_the_clients_error(door, flag):
+    """Stop tokens are forbidden until there are so many tokens, and the regex allows nothing else."""
+    prefill, decode = door.ask(door.sampling(regex="()", min_new_tokens=3, ignore_eos=False))
+    refused([prefill, decode] if flag else [prefill], "")
+
+
 @pytest.mark.parametrize("prompt", [{"input_ids": BEYOND_DECODE}, {"text": "ready " * 5000, "input_ids": None}])
 def test_a_prompt_beyond_decodes_limit_is_refused_by_both(door, prompt):
     body = {key: value for key, value in door.body(**prompt).items() if value is not None}

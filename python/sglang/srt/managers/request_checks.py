@@ -58,6 +58,8 @@ MAX_SAMPLES = 4096
 MAX_DEPTH, MAX_REFERRING = 100, 4000
 
 _JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+# Any of its letters may be written as its number.
+_REF = re.compile(r"\$ref|\\u00(?:24|72|65|66)", re.IGNORECASE)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 # Takes a value that is not None and the size of the vocabulary; returns what is wrong with the value, or "".
@@ -125,8 +127,7 @@ def _schema(value: Any, vocab_size: int) -> str:
     bare = _JSON_STRING.sub("", value)
     if max(accumulate(1 if c in "[{" else -1 for c in bare if c in "[]{}"), default=0) > MAX_DEPTH:
         return f"must nest objects and arrays at most {MAX_DEPTH} deep"
-    # Any letter may be written as its number.
-    if ("$ref" in value or "\\u" in value) and bare.count("[") + bare.count("{") > MAX_REFERRING:
+    if _REF.search(value) and bare.count("[") + bare.count("{") > MAX_REFERRING:
         return f"must have at most {MAX_REFERRING} objects and arrays where it has $ref"
     return ""
 

@@ -153,7 +153,8 @@ class SchedulerRefusalMixin(Base):
             _check_grammar(req)
         # Of another request of this room.
         self.refused_pairs.take(room)
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and room and self.answered.of(req.rid) == room:
+        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        if prefill and room is not None and self.answered.of(req.rid) == room:
             self.answered.take(req.rid)
             req.time_stats.trace_ctx.abort()
             return
