@@ -120,10 +120,11 @@ class Worker:
         return GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None), next_token_ids=tokens)
 
     def _add(self, answer: int) -> None:
-        """A request of one of four shared prefixes."""
+        """A request of one of four shared prefixes, or of as many as the job says."""
         room = next(self.rooms)
         own = [WORDS.start + (room * 7 + i * i) % len(WORDS) for i in range(self.job["own"])]
-        prefix = [WORDS.start + (room % 4 + 4 * i) % len(WORDS) for i in range(self.job["shared"])]
+        first = room % self.job.get("prefixes", 4)
+        prefix = [WORDS.start + (first + 4 * i) % len(WORDS) for i in range(self.job["shared"])]
         params = SamplingParams(temperature=0, max_new_tokens=answer, ignore_eos=True)
         params.normalize(None)
         req = Req(
