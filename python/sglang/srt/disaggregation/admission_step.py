@@ -226,6 +226,7 @@ class Admission:
             if added is LAST:
                 break
         else:
+            self.memory.end_step()
             if due < math.inf:
                 self.following = self._moves(schedule), due
         self.memory.end_step()
@@ -239,9 +240,8 @@ class Admission:
     def _note_refused(
         self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, schedule: Schedule, fence: Fence
     ) -> None:
-        """Remember why the step ends with ``req``, and in which state."""
-        if added is NO_MEMORY or added is NO_TIME:
-            self.memory.end_step()
+        """Remember why the step ends with ``req``, and in which state, when no memory is given back any more."""
+        self.memory.end_step()
         if added is NO_ROOM:
             # A row that a step in flight reads is free in the next step.
             self.full = None if fence.rows else schedule.version()
