@@ -52,9 +52,6 @@ def test_those_who_wait_for_one_transfer_hide_nobody(followers: int):
     world.step()
     assert not other.kv_receiver.asked
     world.pool.free_slots.extend(rows)
-    # As somebody who ends does.
-    world.tree.locks_released += 1
-    world.tree.locks_taken += 1
     for _ in range(3 * followers // WINDOW + 3):
         world.step()
     assert other.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in herd)
@@ -83,9 +80,6 @@ def test_followers_are_not_hidden_by_those_who_follow_nobody(others: int):
         world.step()
     world.complete(leader)
     world.pool.free_slots.extend(rows)
-    # As somebody who ends does.
-    world.tree.locks_released += 1
-    world.tree.locks_taken += 1
     world.step()
     assert follower.wire.asked
 

@@ -118,7 +118,6 @@ class Admission:
 
         Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
         decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
-
         step: its number. retracted: these go first. Cost: the same for prompts of any length.
         """
         if retracted:
@@ -127,8 +126,9 @@ class Admission:
         every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
         if step % every == 0 or not queue or not self.alike:
             return False
-        # By what ranks change alike also where one of them has a row more, since an admission has failed there.
-        full = self.full == schedule.version()
+        # Of several ranks, one may have a row more, since an admission has failed there.
+        rows = 0 if self._several_ranks else min(self.memory.rows.available_size(), self.deltas.room())
+        full = rows <= 0 and self.full == schedule.version()
         if not full and blocked is None and held is None and not self._follows_on(schedule, len(queue)):
             return False
         ready = READY
