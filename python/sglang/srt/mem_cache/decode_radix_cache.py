@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["DecodeRadixCache", "insert_below", "is_warmup"]
+__all__ = ["DecodeRadixCache", "insert_below", "is_warmup", "path_to"]
 
 
 def is_warmup(req: Req) -> bool:
@@ -52,6 +52,15 @@ def _whole_or_split(node: TreeNode) -> Iterator[None]:
         raise
 
 
+def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
+    """The nodes from below the root to ``node``."""
+    path = []
+    while node is not tree.root_node:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
 def insert_below(
     tree: DecodeRadixCache, node: TreeNode, key: RadixKey, slots: torch.Tensor, priority: int = 0, chunked: bool = False
 ) -> tuple[int, TreeNode]:
@@ -60,12 +69,9 @@ def insert_below(
     To the eviction policy all of the path has been used, as with `insert`, and by a request of that priority.
     slots: int64, as many as ``key`` has tokens. Cost: these and the depth of ``node``, however long the prompt is.
     """
-    now, path, above = time.monotonic(), [], node
-    while above is not tree.root_node:
-        path.append(above)
-        above = above.parent
+    now = time.monotonic()
     # From the root down: so what is to be saved is saved once.
-    for above in reversed(path):
+    for above in path_to(tree, node):
         above.last_access_time, above.priority = now, max(above.priority, priority)
         tree._inc_hit_count(above, chunked)
     before = tree._insert_helper(node, key, slots, priority, chunked)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, path_to
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
 if TYPE_CHECKING:
@@ -27,15 +27,6 @@ __all__ = ["HostTierRadixCache", "HostTree", "host_tree", "is_in", "path_to"]
 def is_in(tree: DecodeRadixCache, node: TreeNode) -> bool:
     """Whether a node, not the root, is still where its parent has it."""
     return node.parent.children.get(tree.get_child_key_fn(node.key)) is node
-
-
-def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
-    """The nodes from below the root to ``node``."""
-    path = []
-    while node is not tree.root_node:
-        path.append(node)
-        node = node.parent
-    return path[::-1]
 
 
 class HostTree(DecodeRadixCache):
