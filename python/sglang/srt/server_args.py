@@ -98,7 +98,7 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_verify_pages:
         raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_local_prefill != "off":
+    if args.disaggregation_decode_local_prefill not in (None, "off"):
         raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_local_prefill_after is not None:
         raise ValueError(f"--disaggregation-decode-local-prefill-after needs {FLAG}. Give both to the decode worker.")
@@ -128,7 +128,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
-    disaggregation_decode_local_prefill: str = "off"
+    disaggregation_decode_local_prefill: str | None = None
     disaggregation_decode_local_prefill_after: float | None = None
     disaggregation_decode_itl_target: float | None = None
     disaggregation_decode_ttft_target: float | None = None
@@ -196,11 +196,10 @@ class ServerArgs(engine.ServerArgs):
         )
         parser.add_argument(
             "--disaggregation-decode-local-prefill",
-            default="off",
             metavar="off|auto|N",
             help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
-            "place of asking prefill for it. N: up to that many tokens. auto: up to a number that decode steps hardly "
-            "feel.",
+            "place of asking prefill for it. auto, the default: up to 128 tokens, as often as decode steps hardly "
+            "feel, and not where prefill computes on the same GPU. N: up to N tokens, in any case. off: never.",
         )
         parser.add_argument(
             "--disaggregation-decode-local-prefill-after",
@@ -317,9 +316,12 @@ class ServerArgs(engine.ServerArgs):
             )
         from sglang.srt.disaggregation.local_prefill import Policy
 
-        Policy.of(self.disaggregation_decode_local_prefill)
+        given = self.disaggregation_decode_local_prefill
+        Policy.of(given or "auto")
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
+        if given is None:
+            self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
         """Checks pages, shared decode attention, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all

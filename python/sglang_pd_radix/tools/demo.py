@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     with _work_dir(args.work_dir) as work_dir, Display() as show:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, workload, made_model=not args.model)
-        sides = {"off": [], "on": [RADIX_FLAG]}
+        sides = {"off": [], "on": [RADIX_FLAG, chat_local.LOCAL_FLAG, "off"]}
         if args.local_prefill != "off":
             sides["on-local"] = [RADIX_FLAG, chat_local.LOCAL_FLAG, args.local_prefill]
         off, on, *more = (

@@ -8,7 +8,7 @@ import sys
 
 import mooncake_master
 import pytest
-from pd import ask, base_prompt, conversations, hit_lengths
+from pd import FLAG, LOCAL, ask, base_prompt, conversations, hit_lengths
 
 from sglang_pd_radix.tools.cluster import Cluster
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
@@ -59,6 +59,13 @@ def backend(request):
     return request.param
 
 
+def _sent_by_prefill(decode_args):
+    """Decode's options, with which prefill computes all prompts where a test does not say: most look at transfers."""
+    if decode_args and not isinstance(decode_args[0], str):
+        return [_sent_by_prefill(each) for each in decode_args]
+    return [*decode_args, LOCAL, "off"] if FLAG in decode_args and LOCAL not in decode_args else decode_args
+
+
 class Clusters:
     """Holds at most one running cluster."""
 
@@ -66,6 +73,8 @@ class Clusters:
         self.log_root, self.key, self.cluster, self.count = log_root, None, None, 0
 
     def get(self, model, **options) -> Cluster:
+        if "decode_args" in options:
+            options["decode_args"] = _sent_by_prefill(options["decode_args"])
         key = repr((model, sorted(options.items())))
         if key != self.key:
             self.stop()

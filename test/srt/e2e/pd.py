@@ -16,6 +16,7 @@ from sglang_pd_radix.tools.cluster import Cluster
 from sglang_pd_radix.tools.workers import pool_problems, server_info, told_pools
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
+LOCAL = "--disaggregation-decode-local-prefill"
 # Ids of ordinary words in the vocabulary of `pd-radix make-model`.
 WORDS = range(400, 1900)
 

@@ -110,7 +110,7 @@ class Receiver:
     def kv_mgr(self) -> SimpleNamespace:
         # All drop what decode computes.
         can = SimpleNamespace(drops=True, reads=self.world.reads)
-        prefills = SimpleNamespace(of=lambda addr: can)
+        prefills = SimpleNamespace(of=lambda addr: can, drops=lambda addr: can.drops)
         info = SimpleNamespace(attn_tp_size=self.world.prefill_tp)
         return SimpleNamespace(prefills=prefills, attn_tp_size=1, prefill_info_table={self.bootstrap_addr: info})
 

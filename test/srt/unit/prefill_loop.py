@@ -96,10 +96,11 @@ class Queue(queues.PrefillBootstrapQueue):
 
 
 class PrefillScheduler(Scheduler):
-    """The real scheduler of one rank; what it says goes to ``told``, what it computes to ``steps``."""
+    """The real scheduler of one rank; what it says goes to ``told`` and ``answers``, what it computes to
+    ``steps``."""
 
     def __init__(self, loop: PrefillLoop, rank: int):
-        self.loop, self.told, self.steps = loop, [], []
+        self.loop, self.told, self.answers, self.steps = loop, [], [], []
         self.server_args = cast(Any, loop.server_args)
         self.tp_rank = self.attn_tp_rank = rank
         self.tp_size = self.attn_tp_size = loop.ranks.size
@@ -187,6 +188,7 @@ class PrefillScheduler(Scheduler):
             if req.finished() and not req.finished_output:
                 req.finished_output = True
                 self.told.append((req, len(self.steps)))
+                self.answers.append(type(req.finished_reason).__name__)
 
     def check_tree_cache(self) -> None:
         """The tests look at the tree themselves."""

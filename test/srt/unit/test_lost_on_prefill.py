@@ -292,13 +292,17 @@ def test_pages_of_what_is_lost_are_kept_while_they_are_read(loop: PrefillLoop):
 
 
 def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop):
-    """Decode stands still: no write over NIXL ends by itself. Its pages are kept until one does."""
+    """Decode stands still: no write over NIXL ends by itself. Its pages are kept until one does.
+
+    The client was answered when its prompt had been computed: decode, which hears of the failure, reports it.
+    """
     for scheduler in loop.schedulers:
         scheduler.kv_manager().transfer_timeout = 1000
     reqs = loop.arrive(20, ROOM)
     loop.wire.wire.held = True
     loop.run(6)
-    assert not any(scheduler.told for scheduler in loop.schedulers)
+    assert all(scheduler.answers == ["FINISH_LENGTH"] for scheduler in loop.schedulers)
+    assert not any(req.finished() for req in reqs)
     for req in reqs:
         req.disagg_kv_sender.state.due_at -= 1001
     loop.run(2)
@@ -310,7 +314,7 @@ def test_kv_that_decode_does_not_take_is_given_up_in_time(loop: PrefillLoop):
         transfer.finish()
     loop.run(4)
     for scheduler, rank in zip(loop.schedulers, loop.wire.prefill, strict=True):
-        assert len(scheduler.told) == 1
+        assert len(scheduler.told) == 1 and scheduler.answers == ["FINISH_LENGTH"]
         scheduler.assert_nothing_held()
         # Decode keeps its own pages until it hears that.
         assert rank.told(f"{ROOM}_fail")

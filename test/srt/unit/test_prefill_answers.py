@@ -18,7 +18,7 @@ from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
 from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
-from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers, parse_capabilities
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
@@ -216,6 +216,25 @@ def test_a_time_out_that_is_none_counts_for_nothing(said):
     for rank, seconds in enumerate((said, 200, 100)):
         ranks.note({**place, "attn_tp_rank": rank, "waiting_timeout": seconds, "bootstrap_timeout": seconds})
     assert ranks.timeouts() == {"waiting_timeout": 200, "bootstrap_timeout": 100}
+
+
+@pytest.mark.parametrize("asked", ["auto", "128"])
+@pytest.mark.parametrize("devices", [[], ["aa"], ["aa", "bb"]])
+def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypatch, asked, devices):
+    """What decode computes there takes prefill's time. Who names a number of tokens wants them computed here."""
+    ranks = bootstrap_routes.RegisteredRanks()
+    place = {"attn_dp_rank": 0, "system_dp_size": 1, "attn_cp_rank": 0, "pp_rank": 0, "rank_ip": "h", "rank_port": 1}
+    for rank, device in enumerate([*devices, None]):
+        said = {} if device is None else {"device": device}
+        ranks.note({**place, "attn_tp_rank": rank, bootstrap_routes.RANK_VERSION: DECODE_PREFIX_VERSION, **said})
+    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True, {}, ranks.devices()))
+    assert answer.get("devices", []) == devices
+    own = SimpleNamespace(disaggregation_decode_local_prefill=asked)
+    peers = PrefillPeers(lambda: own, lambda: False, lambda: False, lambda addr: True)
+    peers.capabilities["here"] = parse_capabilities(answer, False)
+    monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")
+    assert peers.drops("here") == (asked != "auto" or "bb" not in devices)
+    assert not peers.drops("elsewhere")
 
 
 def test_one_that_would_not_send_the_state_is_sent_none():

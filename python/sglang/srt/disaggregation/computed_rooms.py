@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import requests
+from requests.adapters import HTTPAdapter
 from sglang.srt.disaggregation.common.authentication import SignedRequests
-from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
+from sglang.srt.disaggregation.peer_calls import AT_ONCE, PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.room_notes import COMPUTED, RoomNotes, is_room
+from urllib3.util import Retry
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +31,16 @@ COMPUTED_ROUTE = "/computed_room"
 REMEMBERED, REMEMBERED_S = 65536, 60.0
 # Seconds that a prefill has to answer; how often it is told again, and after how many seconds.
 ANSWER_S, TRIES, AGAIN_S = 5.0, 4, 1.0
+# To which connections are kept.
+PEERS = 64
 
 _tellers = PeerCalls("tell-computed")
+# Keeps its connections: one for each room would take as long as all else.
+_session = requests.Session()
+_session.trust_env = False
+# The other end may be closing one that has not been used for long: that is tried again at once.
+_session.mount("http://", HTTPAdapter(PEERS, AT_ONCE, Retry(1, allowed_methods=None)))
+_requests = SignedRequests(_session)
 _listeners: list[Callable[[int], None]] = []
 
 
@@ -82,7 +93,7 @@ def tell_prefill(addr: str, room: int) -> None:
     def tell() -> None:
         for left in reversed(range(TRIES)):
             try:
-                reply = SignedRequests().post(f"http://{addr}{COMPUTED_ROUTE}", json={"room": room}, timeout=ANSWER_S)
+                reply = _requests.post(f"http://{addr}{COMPUTED_ROUTE}", json={"room": room}, timeout=ANSWER_S)
                 if reply.status_code == 200:
                     return
                 raise ValueError(f"status {reply.status_code}: {reply.text[:200]}")

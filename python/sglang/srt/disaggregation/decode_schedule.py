@@ -89,7 +89,7 @@ def peer_drops(decode_req: DecodeRequest) -> bool:
     receiver = decode_req.kv_receiver
     if is_taken_over(decode_req):
         return True
-    return takes_prefix(decode_req) and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).drops
+    return takes_prefix(decode_req) and receiver.kv_mgr.prefills.drops(receiver.bootstrap_addr)
 
 
 def priority_sign(scheduler: Any) -> int:

@@ -53,7 +53,9 @@ def make_local_prefills(
     state = "states" if hasattr(rows, "mamba_pool") else "windows" if tree.windows is not None else None
     reason = needs_prefill(state)
     if reason is not None:
-        logger.warning("%s has no effect on this worker: %s.", FLAG, reason)
+        # Nobody has asked for the default.
+        level = logging.INFO if policy.paced else logging.WARNING
+        logger.log(level, "%s has no effect on this worker: %s.", FLAG, reason)
         return None
     args = scheduler.server_args
     # What the engine keeps memory for beside the pools: a chunk of a prompt, on workers that compute them.

@@ -18,6 +18,7 @@ import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
@@ -28,6 +29,7 @@ from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -118,6 +120,14 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
             bool(scheduler.waiting_queue) and not runs,
             lambda pollers: utils.poll_and_all_reduce_attn_cp_tp_group(pollers, *groups),
         )
+
+
+def _goes_well(req: Req) -> bool:
+    """Whether nothing has gone wrong with a request so far that a decode worker with a radix cache has asked for."""
+    sender = req.disagg_kv_sender
+    if req.finished() or req.to_finish is not None or not isinstance(sender, CommonKVSender):
+        return False
+    return sender.kv_mgr.pp_size == 1 and not sender.has_failed() and names_prefix(sender.state.asked.values())
 
 
 @contextlib.contextmanager
@@ -277,7 +287,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             KvTransferCounters.get(self.server_args).ended(req.finished_reason)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
-        """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told."""
+        """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told.
+
+        The clients of prompts that have been computed are answered, see `_answer_computed`.
+        """
         if result.copy_done is not None:
             result.copy_done.synchronize()
         self._note_step(batch, result)
@@ -291,6 +304,21 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if req.output_ids and not req.finished() and getattr(req.to_finish, "status_code", 0) == 400:
                 prepare_abort(req, req.to_finish.message, status_code=HTTPStatus.BAD_REQUEST)
                 self.stream_output([req], req.return_logprob)
+        self._answer_computed(batch.reqs)
+
+    def _answer_computed(self, reqs: list[Req]) -> None:
+        """Answer the clients of those of ``reqs`` whose prompt has been computed, if their decode has a radix cache.
+
+        The engine answers when it finds, between two steps, that all KV has been sent. A gateway hands on no token of
+        decode's before that. What fails from here on is decode's to report.
+        """
+        computed = [req for req in reqs if req.output_ids and not req.finished_output and _goes_well(req)]
+        for req in computed:
+            req.finished_reason = FINISH_LENGTH(length=0)
+        _tell_once(self, computed)
+        for req in computed:
+            # Until its KV has been sent. What the engine streams of it then is left out, since this was.
+            req.finished_reason = None
 
     def _note_step(self, batch, result) -> None:
         """Tells what chooses between reading and computing how long a step took."""

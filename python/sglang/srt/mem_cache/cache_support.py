@@ -35,6 +35,7 @@ __all__ = [
     "check_not_turned_off",
     "check_tree",
     "markdown",
+    "may_compute_prompts",
 ]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -89,7 +90,7 @@ def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
 def _computes(name: str, used: Callable[[ServerArgs], object]) -> Rule:
     """What is refused where decode computes prompts."""
     both = f"--disaggregation-decode-local-prefill with {name}"
-    return Rule(both, lambda args: args.disaggregation_decode_local_prefill != "off" and used(args))
+    return Rule(both, lambda args: args.disaggregation_decode_local_prefill not in (None, "off") and used(args))
 
 
 def _has_bounded_dispatch(args: ServerArgs) -> bool:
@@ -100,6 +101,15 @@ def _has_bounded_dispatch(args: ServerArgs) -> bool:
     """
     few = args.moe_a2a_backend == "deepep" and args.deepep_mode == "low_latency"
     return few or args.moe_a2a_backend not in ("none", "deepep")
+
+
+def _skips_all_gather(args: ServerArgs) -> bool:
+    return envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()
+
+
+def may_compute_prompts(args: ServerArgs) -> bool:
+    """Whether decode computes short remainders of prompts where no option says whether it does."""
+    return not (_has_bounded_dispatch(args) or _skips_all_gather(args))
 
 
 def _several(option: str, name: str) -> Rule:
@@ -170,7 +180,7 @@ DECODE = CacheKind(
                     _has_bounded_dispatch,
                 ),
                 # Ranks that decode would take one way through DeepEP, and one that computes a prompt the other.
-                _computes("SGLANG_SCHEDULER_SKIP_ALL_GATHER", lambda args: envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()),
+                _computes("SGLANG_SCHEDULER_SKIP_ALL_GATHER", _skips_all_gather),
                 _several("--pipeline-parallel-size", "pp_size"),
                 _several("--attention-context-parallel-size", "attn_cp_size"),
                 Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),

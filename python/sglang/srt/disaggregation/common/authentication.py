@@ -226,20 +226,24 @@ class _Signed(requests.auth.AuthBase):
 class SignedRequests:
     """Stands for the module ``requests`` where the engine asks a bootstrap server: with a secret, it signs."""
 
+    def __init__(self, session: Any = requests):
+        """session: that sends them, such as a `requests.Session`, which keeps its connections."""
+        self._session = session
+
     def __getattr__(self, name: str) -> Any:
         return getattr(requests, name)
 
     def get(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.get``."""
-        return requests.get(url, **kwargs, **self._auth())
+        return self._session.get(url, **kwargs, **self._auth())
 
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``."""
-        return requests.put(url, **kwargs, **self._auth())
+        return self._session.put(url, **kwargs, **self._auth())
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.post``."""
-        return requests.post(url, **kwargs, **self._auth())
+        return self._session.post(url, **kwargs, **self._auth())
 
     def _auth(self) -> dict[str, Any]:
         key = secret()

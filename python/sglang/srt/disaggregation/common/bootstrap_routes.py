@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import requests
@@ -17,6 +17,7 @@ from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import computed_rooms, refusal
 from sglang.srt.disaggregation.common.authentication import SignedRequests, middleware, secret, unreadable
+from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
@@ -25,8 +26,9 @@ from sglang.srt.managers import samples
 
 logger = logging.getLogger(__name__)
 
-# What a rank adds to its registration: the version of the decode prefix that it understands, and its own time-outs.
-RANK_VERSION = "decode_prefix_version"
+# What a rank adds to its registration: the version of the decode prefix that it understands, its own time-outs, and the
+# device that it computes on.
+RANK_VERSION, RANK_DEVICE = "decode_prefix_version", "device"
 # Where ranks differ, which each node's environment may have them do: which decode has to go by to be right for all.
 _WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
 # Where decode asks which DP ranks have its rooms; what it adds where it understands that one has refused a room.
@@ -50,6 +52,8 @@ class BootstrapRequests(SignedRequests):
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``, with which the engine registers ranks and does nothing else."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
+        if (device := own_device()) is not None:
+            kwargs["json"][RANK_DEVICE] = device
         return super().put(url, **kwargs)
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
@@ -164,6 +168,11 @@ class RegisteredRanks:
             found[name] = _WORST[name]([one for one in said if type(one) is int and one > 0] or [own])
         return found
 
+    def devices(self) -> list[str]:
+        """Those that the ranks compute on, as far as they say it."""
+        said = {rank.get(RANK_DEVICE) for rank in self._said.values()}
+        return sorted(device for device in said if isinstance(device, str))
+
 
 def _name(rank: Mapping[str, Any]) -> str:
     dp_rank = rank["attn_dp_rank"] if rank["system_dp_size"] == 1 else rank["system_dp_rank"]
@@ -216,13 +225,14 @@ async def capabilities(
     digests: bool,
     queued: bool,
     timeouts: Mapping[str, int],
-) -> dict[str, int | str]:
+    devices: Sequence[str] = (),
+) -> dict[str, Any]:
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
     before they have all registered. pieces, digests, queued: whether the backend asks for staging memory piece by
     piece, sends digests of pages, and hears from decode what waits there. timeouts: of the ranks
-    (`RegisteredRanks.timeouts`). Raises HTTPServiceUnavailable before that.
+    (`RegisteredRanks.timeouts`). devices: that they compute on. Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -239,10 +249,12 @@ async def capabilities(
         # Stages would have to agree, and of several fronts only one learns of it.
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
-    answer: dict[str, int | str] = {"version": 0 if shared_out else version}
+    answer: dict[str, Any] = {"version": 0 if shared_out else version}
     answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 1}
     # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
     answer |= timeouts
+    if devices:
+        answer["devices"] = [*devices]
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
     reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)

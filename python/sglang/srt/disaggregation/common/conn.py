@@ -419,11 +419,11 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
             return False
         return len(self.ranks) >= self.dp_size * self.attn_cp_size * self.attn_tp_size * self.pp_size
 
-    async def _capabilities(self) -> dict[str, int | str]:
+    async def _capabilities(self) -> dict[str, Any]:
         complete = self._all_have_come()
         if self.ranks.complaint is not None and not complete:
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
         version = self.decode_prefix_version if self.ranks.take_prefix else 0
         able = self.asks_for_pieces, self.sends_digests, self.hears_of_waiting
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(version, cp_size, self.pp_size, *able, self.ranks.timeouts())
+        return await capabilities(version, cp_size, self.pp_size, *able, self.ranks.timeouts(), self.ranks.devices())

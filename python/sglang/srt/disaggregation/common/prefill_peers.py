@@ -13,9 +13,11 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
+from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
 from sglang.srt.disaggregation.common.peer_watch import host_and_port
@@ -49,7 +51,8 @@ class Capabilities:
     lacks from decode, where that is so many tokens or more; 0 where it does not. prompts: it compares digests of
     prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked
     for, and for which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all
-    of its context-parallel ranks send; None without such ranks, or where it does not say.
+    of its context-parallel ranks send; None without such ranks, or where it does not say. devices: that its ranks
+    compute on, by `own_device`.
     """
 
     version: int = 0
@@ -64,6 +67,7 @@ class Capabilities:
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
+    devices: frozenset[str] = frozenset()
 
     @property
     def takes_prefix(self) -> bool:
@@ -98,7 +102,8 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     reads = 0 if needs_state else number("reads")
-    return Capabilities(version, *each, drafts, draft_model, reads, can("prompts"), *waits, all_cp_ranks)
+    devices = frozenset(map(str, answer.get("devices") or ()))
+    return Capabilities(version, *each, drafts, draft_model, reads, can("prompts"), *waits, all_cp_ranks, devices)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
@@ -177,6 +182,22 @@ class PrefillPeers:
         """What is known of a prefill."""
         return self.capabilities.get(addr, UNKNOWN)
 
+    def drops(self, addr: str) -> bool:
+        """Whether a prefill drops a request whose prompt is computed here.
+
+        With ``auto`` none is asked to that computes on the same device: it would lose as much time as it saves.
+        """
+        return self.of(addr).drops and not self._is_spared(addr)
+
+    def _is_spared(self, addr: str) -> bool:
+        asked = getattr(self._server_args(), "disaggregation_decode_local_prefill", None)
+        return asked == "auto" and self.own_device in self.of(addr).devices
+
+    @cached_property
+    def own_device(self) -> str | None:
+        """What this rank computes on."""
+        return own_device()
+
     def query(self, addr: str) -> None:
         """Have a prefill asked what it can do, unless it has been of late. `why_unreached` says what becomes of it."""
         now = time.monotonic()
@@ -234,7 +255,14 @@ class PrefillPeers:
                 version or "none",
                 DECODE_PREFIX_VERSION,
             )
-        elif self._wants_digests() and not self.of(addr).digests:
+            return
+        if self._is_spared(addr):
+            logger.info(
+                "Prefill %s computes on the same device as this worker, and so all of its prompts. With "
+                "--disaggregation-decode-local-prefill N remainders of up to N tokens are computed here.",
+                addr,
+            )
+        if self._wants_digests() and not self.of(addr).digests:
             logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
