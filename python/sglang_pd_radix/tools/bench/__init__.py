@@ -4,6 +4,7 @@ workload.py   what is asked: prompts as token ids, answer lengths, who waits for
 least.py      what any cache would have to send and hold for it, from the workload alone
 load.py       asks it: the engine's `sglang.bench_serving`, in a process of its own
 deploy.py     the servers that are compared
+asked.py      a request that was answered, and one that was not
 measure.py    one run: ask, watch, and take the figures
 turns.py      all runs of a workload, the sides in turns
 order.py      which side goes first, and whether that makes a difference

@@ -21,9 +21,10 @@ from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.up import write_whole
 
 from . import parted
+from .asked import RequestFailed
 from .chart import Chart, Line
 from .deploy import Deployment, Side
-from .measure import LoadGenerator, RequestFailed, Run, run_once
+from .measure import LoadGenerator, Run, run_once
 from .rates import (
     LATE,
     LEAST_RATE,

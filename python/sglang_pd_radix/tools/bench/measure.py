@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import queue
@@ -24,6 +23,7 @@ from sglang_pd_radix.tools.cluster.local_http import servers_key
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, parse_counters
 
 from . import link
+from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
 from .stats import percentile, quantiles
@@ -33,10 +33,6 @@ Progress = Callable[[int, int], None]
 
 
 # ---------------------------------------------------------------------------------------------------- load generator
-
-
-class RequestFailed(PdRadixError):
-    """A request of the load got no answer, or not all of it: what says something of the servers."""
 
 
 class LoadGenerator:
@@ -191,39 +187,6 @@ class Watch(threading.Thread):
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
-
-
-@dataclass
-class Asked:
-    """A request that was answered: its prompt as it was sent, and what the client saw (seconds).
-
-    beside and due_s: as of its `Request`.
-    """
-
-    prompt: Sequence[int]
-    answer_tokens: int
-    text: str
-    start_s: float
-    ttft_s: float
-    latency_s: float
-    itl_s: list[float]
-    beside: bool = False
-    due_s: float | None = None
-
-    @classmethod
-    def of(cls, request: Request, prompt: Sequence[int], output: dict[str, Any]) -> Asked:
-        """What `load.py` tells of ``request``."""
-        times = {name: output[name] for name in ("start_s", "ttft_s", "latency_s", "itl_s")}
-        tokens, text = output["tokens"], output["text"]
-        return cls(prompt, tokens, text, **times, beside=request.beside, due_s=request.arrival_s)
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds per output token after the first."""
-        return (self.latency_s - self.ttft_s) / max(1, self.answer_tokens - 1)
-
-    def token_times(self) -> list[float]:
-        return list(itertools.accumulate(self.itl_s, initial=self.start_s + self.ttft_s))
 
 
 @dataclass

@@ -1,0 +1,49 @@
+"""A request that was answered, as its client saw it, and one that was not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_pd_radix.errors import PdRadixError
+
+from .workload import Request
+
+
+class RequestFailed(PdRadixError):
+    """A request of the load got no answer, or not all of it: what says something of the servers."""
+
+
+@dataclass
+class Asked:
+    """A request that was answered: its prompt as it was sent, and what the client saw (seconds).
+
+    beside and due_s: as of its `Request`.
+    """
+
+    prompt: Sequence[int]
+    answer_tokens: int
+    text: str
+    start_s: float
+    ttft_s: float
+    latency_s: float
+    itl_s: list[float]
+    beside: bool = False
+    due_s: float | None = None
+
+    @classmethod
+    def of(cls, request: Request, prompt: Sequence[int], output: dict[str, Any]) -> Asked:
+        """What `load.py` tells of ``request``."""
+        times = {name: output[name] for name in ("start_s", "ttft_s", "latency_s", "itl_s")}
+        tokens, text = output["tokens"], output["text"]
+        return cls(prompt, tokens, text, **times, beside=request.beside, due_s=request.arrival_s)
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per output token after the first."""
+        return (self.latency_s - self.ttft_s) / max(1, self.answer_tokens - 1)
+
+    def token_times(self) -> list[float]:
+        return list(itertools.accumulate(self.itl_s, initial=self.start_s + self.ttft_s))
