@@ -138,7 +138,7 @@ def test_who_is_there_for_the_others_counts_but_for_its_first_token():
 
     asked = [one(9.0, True), one(0.5, False), one(0.7, False)]
     counted = dict.fromkeys(("sent_bytes", "prompt_tokens", "reused_tokens", "blocked", "prefill_cpu_s"), 3.0)
-    counted["decode_cpu_s"] = 3.0
+    counted |= {"decode_cpu_s": 3.0, "cpu_s": 6.0}
     record = measure._round_of(asked, 1, PAGE, dict.fromkeys(counted, 0.0), counted)
     assert record["ttft_p50_s"] == pytest.approx(0.6) and record["requests"] == 3
     figures = measure.figures_of(asked, [record], [], least.PageIndex(PAGE), 4)
@@ -345,6 +345,7 @@ def test_figures_of_a_run_by_hand():
             "blocked": 1,
             "prefill_cpu_s": 3.0,
             "decode_cpu_s": 1.0,
+            "cpu_s": 4.0,
         }
     ]
     samples = [
@@ -363,7 +364,7 @@ def test_figures_of_a_run_by_hand():
     assert figures["least_peak"] == 4 + (1 + 2) + 1  # just before the first ends; the second has no token yet
     assert figures["peak_over_least"] == 14 / 8
     assert figures["running_max"] == 1
-    assert figures["prefill_cpu_s"] == 1.5 and figures["decode_cpu_s"] == 0.5
+    assert (figures["prefill_cpu_s"], figures["decode_cpu_s"], figures["cpu_s"]) == (1.5, 0.5, 2.0)
 
 
 def test_the_least_peak_is_of_what_is_in_flight_at_one_moment():

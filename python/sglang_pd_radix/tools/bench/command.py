@@ -30,11 +30,11 @@ from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_s
 
 from . import goodput, link, parted, published, report
 from .chart import check_libraries
-from .deploy import OFF, Deployment, Shape, Side, engine_options, variants
+from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
 from .rates import parse_rates
 from .turns import measure_all
-from .workload import KINDS, Sizes, Tokens, Trace, Workload, apply_settings
+from .workload import KINDS, Chat, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
 # Where reports go, and the files by which one is known.
@@ -76,7 +76,7 @@ Workloads:
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
-  pd-radix bench --only c,i,j --compare "local:--disaggregation-decode-local-prefill auto"
+  pd-radix bench --only c,i,j --aggregated --compare "local:--disaggregation-decode-local-prefill auto"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
   sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
   pd-radix bench --only a --slo ttft=2000,itl=60
@@ -121,6 +121,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:OPTIONS",
         help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; repeatable",
+    )
+    parser.add_argument(
+        "--aggregated",
+        action="store_true",
+        help="another side, for the chats c, i and j: as many ordinary servers as a pair has workers, with the same KV "
+        "memory in all, behind a router that goes by what they have cached",
     )
     parser.add_argument(
         "--link",
@@ -199,7 +205,7 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
             raise PdRadixError(f"--compare {given}: write NAME:OPTIONS, NAME of small letters, digits and -")
         if (
             name in [side.name for side in sides]
-            or name in ("least", "possible", "target")
+            or name in ("least", "possible", "target", AGGREGATED.name)
             or name.startswith(goodput.BOUND_NAME)
         ):
             raise PdRadixError(f"--compare {given}: {name} is the name of something else, take another")
@@ -208,7 +214,16 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
         sides.append(goodput.Slo.parse(args.slo).side)
     if args.slo_curve:
         sides += goodput.bounded_sides(args.slo_curve)
-    return sides
+    return [*sides, AGGREGATED] if args.aggregated else sides
+
+
+def _check_aggregated(args: argparse.Namespace, sizes: dict[str, Sizes]) -> None:
+    """Raises PdRadixError for a workload or an option that goes without ordinary servers."""
+    if args.aggregated and not all(isinstance(entry, Chat) for entry in sizes.values()):
+        raise PdRadixError("--aggregated is for the workloads c, i and j")
+    for option, given in (("--link", args.link), ("--slo", args.slo)):
+        if args.aggregated and given:
+            raise PdRadixError(f"--aggregated goes without {option}")
 
 
 def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side]) -> goodput.Plan:
@@ -269,6 +284,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.sample_every <= goodput.DAY_S:
         raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds, and a day at most")
     sizes, sides = chosen_sizes(args), chosen_sides(args)
+    _check_aggregated(args, sizes)
     _check_slo(args, sizes, sides)
     check_page_size(args.engine_options)
     _check_policies(args, sizes)
@@ -359,10 +375,7 @@ def _all(
             document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
             page_size = info["page_size"]  # Some attention backends have their own, whatever was asked for.
             document["setting"] |= {"page_size": page_size, "model": _name_of(args.model)}
-            show.done(
-                f"1 prefill and {len(sides) * shape.decode} decode workers serve after "
-                f"{time.monotonic() - began:.0f} s (pool of each decode worker: {shape.pool} tokens)"
-            )
+            show.done(f"{_serving(shape, sides)} after {time.monotonic() - began:.0f} s")
             tokens = Tokens(load.words, args.seed)
             for key in keys:
                 workload = sizes[key].make(key, tokens)
@@ -385,7 +398,25 @@ def _all(
                     )
                     measured["shape"] = vars(shape)
                     measured["sides"] = {side.name: _shown(side) for side in sides}
+                    measured["notes"] += _of_aggregated(shape, sides)
                     document["workloads"].append(measured)
+
+
+def _serving(shape: Shape, sides: Sequence[Side]) -> str:
+    decode = sum(not side.aggregated for side in sides) * shape.decode
+    ordinary = f" and {1 + shape.decode} ordinary servers" if AGGREGATED in sides else ""
+    return f"1 prefill and {decode} decode workers (pool of each: {shape.pool} tokens){ordinary} serve"
+
+
+def _of_aggregated(shape: Shape, sides: Sequence[Side]) -> list[str]:
+    """What a report says of the side of that name, if there is one."""
+    if AGGREGATED not in sides:
+        return []
+    return [
+        f"{AGGREGATED.name}: {1 + shape.decode} ordinary servers with {pool_of_ordinary(shape)} tokens of KV each, as "
+        f"many workers and tokens as a pair has, behind a router with {shape.policies[0]}. They send no KV; their CPU "
+        "time is compared with that of prefill and decode together."
+    ]
 
 
 def _places(

@@ -3,6 +3,9 @@
 Both sides have the same prefill worker, so that only decode differs; its own cache is emptied before every run. Each
 side has its own router. The decode workers of the side that is not being measured are paused (SIGSTOP): an idle engine
 polls without a break, which would slow down the other side where cores are few.
+
+A side called ``aggregated`` is as many ordinary servers as a pair has workers, with the same KV memory in all and a
+router of their own. They are paused while a pair is measured, and all workers of the pairs while they are.
 """
 
 from __future__ import annotations
@@ -26,18 +29,24 @@ from sglang_pd_radix.tools.cluster import (
     Cluster,
     Gateway,
     Progress,
+    aggregated_on,
     compared_on,
     gpu_count,
     has_option,
+    http,
     named_gateway,
     with_defaults,
 )
+from sglang_pd_radix.tools.cluster.local_http import status_text
 from sglang_pd_radix.tools.netns import TwoHosts
 from sglang_pd_radix.tools.up import RADIX_ALIAS
 from sglang_pd_radix.tools.workers import (
+    DECODE_COUNTERS,
     KV_FIGURES,
+    PREFILL_COUNTERS,
     empty_caches,
     idle_pools,
+    parse_counters,
     problems_of,
     server_info,
     summed_counters,
@@ -48,6 +57,8 @@ OPTIONAL_COUNTERS = {
     "state_bytes": "sglang:kv_transfer_state_bytes_total",
     "sent_runs": "sglang:kv_transfer_runs_total",
 }
+# What an ordinary server counts of what decode workers do. One that never had a hit tells none.
+ORDINARY_COUNTERS = {"prompt_tokens": "sglang:prompt_tokens_total", "reused_tokens": "sglang:cached_tokens_total"}
 # What a worker that shares a machine of this size can hold. If decode holds more, prefill does too, which would else
 # compute long prefixes again and again. And more requests than any workload here has.
 PREFILL_POOL = 49152
@@ -66,12 +77,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: decode workers without (``off``) or with the flag, engine options and environment of theirs."""
+    """What is compared: decode workers without (``off``) or with the flag, engine options and environment of theirs; or
+    ordinary servers (``aggregated``)."""
 
     name: str
     radix: bool = True
     options: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    aggregated: bool = False
 
     @classmethod
     def parse(cls, name: str, text: str) -> Side:
@@ -91,27 +104,36 @@ class Side:
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-OFF, ON = Side("off", radix=False), Side("on")
+OFF, ON, AGGREGATED = Side("off", radix=False), Side("on"), Side("aggregated", aggregated=True)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One side under one policy: what is measured against the others."""
+    """One side under one policy: what is measured against the others. ``workers``: numbers of its decode workers, or of
+    its ordinary servers if it is ``aggregated``."""
 
     name: str
     radix: bool
     policy: str
     workers: tuple[int, ...]
+    aggregated: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """Of its processes."""
+        role = "engine" if self.aggregated else "decode"
+        names = {f"{role}-{i}" for i in self.workers} | {f"router-{_router(self)}"}
+        return names if self.aggregated else names | {"prefill-0"}
 
 
 def variants(shape: Shape, sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
-    """All sides, for each policy; their decode workers are numbered in the order of sides."""
+    """All sides, for each policy; decode workers are numbered in the order of sides, of which aggregated is last."""
     found = []
     for policy in shape.policies:
         for i, side in enumerate(sides):
-            workers = tuple(range(shape.decode * i, shape.decode * (i + 1)))
+            numbers = range(1 + shape.decode) if side.aggregated else range(shape.decode * i, shape.decode * (i + 1))
             name = side.name + (f" {policy}" if len(shape.policies) > 1 else "")
-            found.append(Variant(name, side.radix, policy, workers))
+            found.append(Variant(name, side.radix, policy, tuple(numbers), side.aggregated))
     return found
 
 
@@ -141,9 +163,15 @@ class Deployment:
         shape = self.shape
         self.variants = variants(shape, self.sides)
         decode = ["--max-total-tokens", str(shape.pool), "--num-reserved-decode-tokens", str(shape.reserve)]
-        side_of = [side for side in self.sides for _ in range(shape.decode)]
+        sides = [side for side in self.sides if not side.aggregated]
+        side_of = [side for side in sides for _ in range(shape.decode)]
         gpus = 0 if cpu_host.active() else gpu_count()
-        places = compared_on(self.options, [side.options for side in self.sides], shape.decode, gpus)
+        places = compared_on(self.options, [side.options for side in sides], shape.decode, gpus)
+        ordinary = [
+            ["--max-total-tokens", str(pool_of_ordinary(shape, self.prefill_pool)), *place]
+            for place in aggregated_on(self.options, places[: shape.decode], gpus)
+            if len(sides) < len(self.sides)
+        ]
         self.cluster = Cluster(
             self.model,
             decode=len(side_of),
@@ -156,13 +184,20 @@ class Deployment:
             prefill_env=self.prefill_env,
             decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.
-            routers={_router(v): (v.workers, ["--policy", v.policy, *self.gateway.asks_nobody]) for v in self.variants},
+            routers={_router(v): (v.workers, self._routes(v)) for v in self.variants if not v.aggregated},
+            ordinary=len(ordinary),
+            ordinary_args=ordinary,
+            ordinary_routers={_router(v): self._routes(v) for v in self.variants if v.aggregated},
             gateway=self.gateway,
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,
             hosts={"prefill": self.hosts.prefill, "decode": self.hosts.decode} if self.hosts else None,
         )
+
+    def _routes(self, variant: Variant) -> list[str]:
+        """Further options of its router."""
+        return ["--policy", variant.policy, *self.gateway.asks_nobody]
 
     def __enter__(self) -> Deployment:
         self.cluster.start()
@@ -175,26 +210,30 @@ class Deployment:
     def prefill_urls(self) -> list[str]:
         return self.cluster.prefill_urls
 
+    def prefill_urls_of(self, variant: Variant) -> list[str]:
+        """Of its prefill worker; none if it is aggregated."""
+        return [] if variant.aggregated else self.prefill_urls
+
     def decode_urls(self, variant: Variant) -> list[str]:
-        return [self.cluster.decode_urls[i] for i in variant.workers]
+        """Of the workers that answer: its decode workers, or its ordinary servers."""
+        urls = self.cluster.engine_urls if variant.aggregated else self.cluster.decode_urls
+        return [urls[i] for i in variant.workers]
 
     def url(self, variant: Variant) -> str:
         """Where requests for this variant go."""
         return self.cluster.router_urls[_router(variant)]
 
     def worker_urls(self, variant: Variant) -> list[str]:
-        return [*self.prefill_urls, *self.decode_urls(variant)]
+        return [*self.prefill_urls_of(variant), *self.decode_urls(variant)]
 
     def use(self, variant: Variant) -> None:
-        """Pause every other decode worker and router, and empty all caches of this variant's workers."""
+        """Pause every worker and router that is not this variant's, and empty all caches of its workers."""
         if self._used not in (None, variant):
             # What clients have given up goes on. Paused with its decode, it would stay in prefill while others measure.
             empty_caches(self.cluster, self.decode_urls(self._used), timeout_s=20)
         self._used = variant
-        awake = {f"decode-{i}" for i in variant.workers} | {f"router-{_router(variant)}"}
-        others = {p.name for p in self.cluster.processes if p.role != "prefill"} - awake
-        self.cluster.resume(awake)
-        self.cluster.pause(others)
+        self.cluster.resume(variant.names)
+        self.cluster.pause({process.name for process in self.cluster.processes} - variant.names)
         empty_caches(self.cluster, self.worker_urls(variant), timeout_s=20)
 
     def info(self, variant: Variant) -> dict[str, Any]:
@@ -204,9 +243,10 @@ class Deployment:
     def used_peak(self, variant: Variant) -> float:
         """The most tokens that requests held on decode since the caches were emptied, by its own record.
 
-        Of several workers the sum, as if they had had it at the same moment. NaN where no one pool has all KV.
+        Of several workers the sum, as if they had had it at the same moment. NaN where no one pool has all KV, and of
+        ordinary servers, which have no such record.
         """
-        pools = self._decode_pools(variant)
+        pools = [] if variant.aggregated else self._decode_pools(variant)
         return float(sum(pool.get("used_peak", math.nan) for pool in pools)) if pools else math.nan
 
     def step_times(self, variant: Variant) -> list[dict[str, Any]]:
@@ -221,14 +261,21 @@ class Deployment:
         return [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
 
     def counters(self, variant: Variant) -> dict[str, float]:
-        """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used."""
-        prefill, decode = self.prefill_urls, self.decode_urls(variant)
+        """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used.
+
+        Of ordinary servers what they count; what they cannot have is NaN.
+        """
+        prefill, decode = self.prefill_urls_of(variant), self.decode_urls(variant)
+        cpu_s = {"cpu_s": self._cpu_s([*prefill, *decode])}
+        if variant.aggregated:
+            return _NO_PAIR | _ordinary_counters(decode) | cpu_s
         link = {"link_bytes": float(self.hosts.carried().to_decode)} if self.hosts else {}
         return {
             **link,
             **summed_counters(prefill, decode, OPTIONAL_COUNTERS),
             "prefill_cpu_s": self._cpu_s(prefill),
             "decode_cpu_s": self._cpu_s(decode),
+            **cpu_s,
         }
 
     def _cpu_s(self, urls: Sequence[str]) -> float:
@@ -241,10 +288,35 @@ class Deployment:
         names = {process.url: process.name for process in self.cluster.processes}
         for url in self.worker_urls(variant):
             keeps_tree = variant.radix and names[url].startswith("decode")
-            pools = idle_pools(url)
+            # An ordinary server has no buffers for metadata.
+            pools = [(_NO_BUFFERS if variant.aggregated else {}) | pool for pool in idle_pools(url)]
             self.counts_pages[names[url]] = bool(pools) and all(key in pool for pool in pools for key in KV_FIGURES)
             wrong += problems_of(names[url], pools, keeps_tree)
         return wrong
+
+
+def pool_of_ordinary(shape: Shape, prefill_pool: int = PREFILL_POOL) -> int:
+    """Tokens of KV that each ordinary server has: in all as many as the workers of a pair."""
+    return (max(prefill_pool, shape.pool) + shape.decode * shape.pool) // (1 + shape.decode)
+
+
+# What only a pair has.
+_NO_PAIR = dict.fromkeys(
+    (*PREFILL_COUNTERS, *DECODE_COUNTERS, *OPTIONAL_COUNTERS, "prefill_cpu_s", "decode_cpu_s"), math.nan
+)
+_NO_BUFFERS: dict[str, Any] = {"metadata_buffers": 0, "free_metadata_buffers": 0}
+
+
+def _ordinary_counters(urls: Sequence[str]) -> dict[str, float]:
+    """`ORDINARY_COUNTERS` of ordinary servers, summed. Raises PdRadixError for one that does not count."""
+    sums = dict.fromkeys(ORDINARY_COUNTERS, 0.0)
+    for url in urls:
+        status, content = http(url + "/metrics", timeout=30)
+        if status != 200:
+            raise PdRadixError(f"{url}/metrics answers {status_text(status)}")
+        for name, value in parse_counters(content.decode(errors="replace"), ORDINARY_COUNTERS).items():
+            sums[name] += value
+    return sums
 
 
 def _router(variant: Variant) -> str:

@@ -124,7 +124,7 @@ class Sample:
     """What the workers say at one moment: requests and tokens of the decode workers, bytes that prefill has sent.
 
     ``used_tokens`` are those that requests hold, ``kept_tokens`` those that only the cache holds: NaN where no one pool
-    has all KV.
+    has all KV. ``sent_bytes`` are NaN where there is no prefill worker.
     """
 
     at_s: float
@@ -132,7 +132,7 @@ class Sample:
     waiting: int
     used_tokens: float
     kept_tokens: float
-    sent_bytes: int
+    sent_bytes: float
 
 
 class Watch(threading.Thread):
@@ -141,7 +141,7 @@ class Watch(threading.Thread):
     def __init__(self, deployment: Deployment, variant: Variant, every_s: float) -> None:
         super().__init__(daemon=True)
         self._decode = deployment.decode_urls(variant)
-        self._prefill = deployment.prefill_urls
+        self._prefill = deployment.prefill_urls_of(variant)
         self._every_s = every_s
         self._end = threading.Event()
         self.samples: list[Sample] = []
@@ -157,7 +157,8 @@ class Watch(threading.Thread):
     def _take(self) -> Sample | None:
         used: float
         kept: float
-        running = waiting = used = kept = sent = 0
+        running = waiting = used = kept = 0
+        sent = 0.0 if self._prefill else math.nan
         before = time.perf_counter()
         for url in self._decode:
             # Not /v1/loads, which has all of it: with --enable-metrics it fails under the FastAPI that goes with this
@@ -177,7 +178,7 @@ class Watch(threading.Thread):
         for url in self._prefill:
             status, content = http(url + "/metrics", timeout=20)
             names = {"sent_bytes": PREFILL_COUNTERS["sent_bytes"]}
-            sent += int(parse_counters(content.decode(errors="replace"), names).get("sent_bytes", 0))
+            sent += parse_counters(content.decode(errors="replace"), names).get("sent_bytes", 0)
         return Sample(at, running, waiting, used, kept, sent)
 
     def stop(self) -> list[Sample]:
@@ -414,6 +415,7 @@ def figures_of(
         "blocked": total("blocked"),
         "prefill_cpu_s": total("prefill_cpu_s") / len(asked),
         "decode_cpu_s": total("decode_cpu_s") / len(asked),
+        "cpu_s": total("cpu_s") / len(asked),
         # By the clients' clock: how many answers were under way between their first and last token, on average.
         "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
         "running_max": max((s.running for s in samples), default=0),

@@ -15,6 +15,7 @@ from sglang_pd_radix.tools.up import write_whole
 
 from . import order, parted
 from .chart import Bars, Chart, Line, script
+from .deploy import AGGREGATED
 from .stats import Spread, paired_ratio, percentile
 
 Document = dict[str, Any]
@@ -59,6 +60,8 @@ FIGURES = (
 )
 # Of runs over a limited link only; headers and handshake included.
 LINK_FIGURE = Figure("link_bytes", "bytes over the link, MiB", 2**20, 1)
+# Where a side has no prefill worker.
+CPU_FIGURE = Figure("cpu_s", "CPU time of all workers per request, ms", 1e-3, 2)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
@@ -70,7 +73,8 @@ OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": 
 
 def figures_of(entry: Document) -> tuple[Figure, ...]:
     """The rows of a workload's table."""
-    return (*FIGURES, LINK_FIGURE) if "link" in entry else FIGURES
+    more = {LINK_FIGURE: "link" in entry, CPU_FIGURE: AGGREGATED.name in entry["variants"]}
+    return (*FIGURES, *(figure for figure, shown in more.items() if shown))
 
 
 def finish(entry: Document) -> None:
@@ -239,16 +243,18 @@ def headline(document: Document) -> tuple[list[str], list[list[str]]]:
             for figure in shown:
                 spread = entry["ratios"][pair.label][figure.key]
                 more = f" ({spread['worst']:.3g})" if spread["runs"] > 1 and not math.isnan(spread["worst"]) else ""
-                row.append(f"{spread['median']:.3g}{more}")
-            summary = entry["summary"][pair.above]
-            row += [f"{summary[key]['median']:.3f}{_worst_of(summary[key])}" for key in OVER_LEAST]
+                row.append(f"{spread['median']:.3g}{more}" if spread["runs"] else "–")
+            row += [_with_worst(entry["summary"][pair.above][key]) for key in OVER_LEAST]
             rows.append([*row, identity(entry)])
     return heading, rows
 
 
-def _worst_of(spread: Document) -> str:
-    """The greatest of a figure of which less is better, where it is another than the median."""
-    return f" ({spread['high']:.3f})" if f"{spread['high']:.3f}" != f"{spread['median']:.3f}" else ""
+def _with_worst(spread: Document) -> str:
+    """The median of a figure of which less is better, and the greatest where it is another."""
+    if not spread["runs"]:
+        return "–"
+    median, high = f"{spread['median']:.3f}", f"{spread['high']:.3f}"
+    return median if high == median else f"{median} ({high})"
 
 
 def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:

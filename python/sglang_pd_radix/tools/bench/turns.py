@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -74,12 +75,16 @@ def measure_all(
 
 def _told(run: Run) -> str:
     f = run.figures
-    return (
-        f"{f['requests_per_s']:.2f} req/s, TTFT p50 {1e3 * f['ttft_p50_s']:.0f} ms, "
-        f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms, {f['sent_bytes'] / 2**20:.1f} MiB sent, "
-        f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused on decode"
-        + (f", {f['link_bytes'] / 2**20:.1f} MiB over the link" if "link_bytes" in f else "")
-    )
+    pair = not math.isnan(f["sent_bytes"])
+    parts = [
+        f"{f['requests_per_s']:.2f} req/s",
+        f"TTFT p50 {1e3 * f['ttft_p50_s']:.0f} ms",
+        f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms",
+        *([f"{f['sent_bytes'] / 2**20:.1f} MiB sent"] if pair else []),
+        f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused{' on decode' if pair else ''}",
+        *([f"{f['link_bytes'] / 2**20:.1f} MiB over the link"] if "link_bytes" in f else []),
+    ]
+    return ", ".join(parts)
 
 
 def _entry(

@@ -12,7 +12,7 @@ closes and the watchdog ends what is left.
 """
 
 from .deployment import STOP_GRACE_S, Cluster
-from .devices import compared_on, cpu_env, cpu_options, gpu_count, gpu_placement
+from .devices import aggregated_on, compared_on, cpu_env, cpu_options, gpu_count, gpu_placement
 from .gateway import GATEWAYS, SGLANG_ROUTER, SMG, Gateway, add_router_option, named_gateway
 from .gateway import options as gateway_options
 from .local_http import http, local_session
@@ -48,6 +48,7 @@ __all__ = [
     "Progress",
     "Spec",
     "add_router_option",
+    "aggregated_on",
     "compared_on",
     "cpu_env",
     "cpu_options",

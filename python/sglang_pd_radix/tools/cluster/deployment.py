@@ -95,6 +95,11 @@ class Cluster:
     def decode_urls(self) -> list[str]:
         return [process.url for process in self._role("decode")]
 
+    @property
+    def engine_urls(self) -> list[str]:
+        """Of the ordinary engines."""
+        return [process.url for process in self._role("engine")]
+
     def describe(self) -> dict[str, Any]:
         """Everything a script needs to use this cluster, ready for JSON."""
         return {

@@ -127,6 +127,17 @@ def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], decode: 
     return [[] if has_option(side, "--base-gpu-id") else [*place] for side in sides for place in first]
 
 
+def aggregated_on(options: Sequence[str], decode: Sequence[Sequence[str]], gpus: int) -> list[list[str]]:
+    """Options by which ordinary engines are on the GPUs of a pair: the first on prefill's, each other on a decode's.
+
+    options: of all workers; decode: those of each decode worker of the pair, as of `compared_on`.
+    """
+    if has_option(options, "--base-gpu-id") or gpus == 0:
+        return [[] for _ in range(1 + len(decode))]
+    first = ["--base-gpu-id", "0"]  # which is also where a decode worker is that has none of its own
+    return [first, *(list(place) or first for place in decode)]
+
+
 def _gpu_named(given: str) -> int:
     try:
         return int(given)

@@ -117,12 +117,14 @@ def options(
     policy: str | None,
     given: Sequence[str],
     metrics_port: int,
+    ordinary: Sequence[str] = (),
 ) -> list[str]:
     """Options of a router, but for its own address.
 
     prefill: URL and bootstrap port of each worker. decode: URLs. given: the user's options, which win.
+    ordinary: URLs of ordinary engines, where it routes to these.
     """
-    options = ["--pd-disaggregation"]
+    options = ["--worker-urls", *ordinary] if ordinary else ["--pd-disaggregation"]
     for url, bootstrap_port in prefill:
         options += ["--prefill", url, str(bootstrap_port)]
     for url in decode:

@@ -38,6 +38,9 @@ def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
         behind = [worker for worker in workers if worker.role == "prefill" or worker.name in chosen]
         port = spec.port if spec.port and number == 0 else next(ports)
         processes.append(_router(spec, name, behind, more, inherited, log_dir, (port, next(ports))))
+    for name, more in spec.named_ordinary_routers.items():
+        behind = [worker for worker in workers if worker.role == "engine"]
+        processes.append(_router(spec, name, behind, more, inherited, log_dir, (next(ports), next(ports))))
     for process in processes:
         # They ask each other, and a worker itself when it warms up.
         process.env |= unproxied(process.env, LOCAL)
@@ -50,13 +53,14 @@ def _ports(spec: Spec) -> Iterator[int]:
     given = [*spec.common_args, *itertools.chain(*(args for role in spec.args_of.values() for args in role))]
     offsets = DP_ATTENTION_OFFSETS if has_option(given, "--enable-dp-attention") else (0,)
     routers = [arg for _, more in spec.routers.values() for arg in more]
+    routers += itertools.chain(*spec.ordinary_routers.values())
     taken = ports_named([*given, *spec.router_args, *routers, *(spec.pegaflow or ())])
     if spec.port:
         taken |= {spec.port + offset for offset in offsets}
     # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router and
     # for PegaFlow.
     prefills = sum(role == "prefill" for role, _, _ in engines)
-    count = 2 * len(engines) + prefills + 2 * len(spec.named_routers) + 2
+    count = 2 * len(engines) + prefills + 2 * len(spec.named_routers) + 2 * len(spec.ordinary_routers) + 2
     return iter(free_ports(count, taken=taken, offsets=offsets))
 
 
@@ -71,10 +75,8 @@ def _workers(
     defaults = cpu_env(arguments, spec.backend) if cpu else {}
     defaults = {name: value for name, value in defaults.items() if name not in inherited}
     for (role, index, args), (extra, wave) in zip(engines, placement, strict=True):
-        if role == "engine":
-            port = spec.port or next(ports)
-        else:
-            port = next(ports)
+        port = (spec.port if spec.aggregated else None) or next(ports)
+        if role != "engine":
             extra = [*extra, "--disaggregation-mode", role, "--disaggregation-transfer-backend", spec.backend]
         # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens. DP
         # ranks that are engines by themselves would all be given the one that is named here.
@@ -93,12 +95,12 @@ def _engine(
     spec: Spec, role: str, index: int, port: int, args: Sequence[str], env: dict[str, str], log_dir: Path
 ) -> Process:
     place = spec.hosts.get(role)
-    address = place.address if place else spec.host if role == "engine" else HOST
+    address = place.address if place else spec.host if spec.aggregated else HOST
     command = [spec.executable, *spec.commands.get(role, ("-m", "sglang.launch_server"))]
     command += ["--model-path", str(spec.model_path), "--port", str(port), "--host", address, *args]
     if place:
         command, env = place.command(*command), {**env, **place.environment(env)}
-    name = role if role == "engine" else f"{role}-{index}"
+    name = role if spec.aggregated else f"{role}-{index}"
     return Process(role, name, f"http://{connectable(address)}:{port}", log_dir / f"{name}.log", command, env)
 
 
@@ -126,13 +128,14 @@ def _router(
     """ports: its own, and that of its metrics."""
     prefill = [(worker.url, worker.bootstrap_port or 0) for worker in workers if worker.role == "prefill"]
     decode = [worker.url for worker in workers if worker.role == "decode"]
+    ordinary = [worker.url for worker in workers if worker.role == "engine"]
     command = [spec.executable, *spec.commands.get("router", spec.gateway.module)]
     command += ["--host", bracketed(spec.host), "--port", str(ports[0])]
     given = [*spec.router_args, *more]
     key = spec.api_key
     if key is not None and not has_option(given, "--api-key"):
         given += ["--api-key", key]
-    command += gateway.options(spec.gateway, prefill, decode, spec.policy, given, ports[1])
+    command += gateway.options(spec.gateway, prefill, decode, spec.policy, given, ports[1], ordinary)
     env = dict(inherited)
     for host in spec.hosts.values():
         env |= host.unproxied(env)

@@ -29,6 +29,9 @@ class Spec:
     route to every prefill worker. ``policy`` is the router's for workers of both roles; without one, and with none
     among its options, the gateway's own defaults here apply (`Gateway.several_decode`).
 
+    ``ordinary`` starts so many ordinary engines beside the PD workers, with ``ordinary_args``, to be measured against
+    them. ``ordinary_routers``: name to options, of routers to all of these.
+
     ``hosts`` has the host of `netns.TwoHosts` on which the workers of a role run; by default all run on this one. The
     router always does. ``pegaflow`` has the options of a PegaFlow server to start too, None for none.
 
@@ -47,6 +50,9 @@ class Spec:
     env: Mapping[str, str] = field(default_factory=dict)
     prefill_env: RoleEnv = ()
     decode_env: RoleEnv = ()
+    ordinary: int = 0
+    ordinary_args: RoleArgs = ()
+    ordinary_routers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     backend: str = "nixl"
     policy: str | None = None
     host: str = HOST
@@ -68,16 +74,20 @@ class Spec:
         self.args_of = {
             "prefill": per_worker(self.prefill_args, self.prefill, "prefill_args"),
             "decode": per_worker(self.decode_args, self.decode, "decode_args"),
-            "engine": [list(self.aggregated_args)],
+            "engine": [list(self.aggregated_args)]
+            if self.aggregated
+            else per_worker(self.ordinary_args, self.ordinary, "ordinary_args"),
         }
         self.env_of: dict[str, list[dict[str, str]]] = {
             "prefill": per_worker_env(self.prefill_env, self.prefill, "prefill_env"),
             "decode": per_worker_env(self.decode_env, self.decode, "decode_env"),
-            "engine": [{}],
+            "engine": [{} for _ in self.args_of["engine"]],
         }
-        for args in (self.common_args, *(args for role in self.args_of.values() for args in role)):
+        of_roles = (args for role in self.args_of.values() for args in role)
+        for args in (self.common_args, self.aggregated_args, *of_roles):
             refuse_owned(args)
-        for args in (self.router_args, *(more for _, more in self.routers.values())):
+        routers = (*(more for _, more in self.routers.values()), *self.ordinary_routers.values())
+        for args in (self.router_args, *routers):
             refuse_owned(args, ("--host", "--port", "--prefill", "--decode"), "options of the router")
         refuse_owned(self.pegaflow or (), ("--addr", "--http-addr"), "options of the PegaFlow server")
         for name, (indices, _) in self.routers.items():
@@ -89,7 +99,9 @@ class Spec:
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles of the engines that run, in the order in which they are laid out."""
-        return ("engine",) if self.aggregated else ("prefill", "decode")
+        if self.aggregated:
+            return ("engine",)
+        return ("prefill", "decode", "engine") if self.ordinary else ("prefill", "decode")
 
     def engines(self, shared: Sequence[str] = ()) -> list[tuple[str, int, list[str]]]:
         """Role, number within the role and all options given of every engine.
@@ -121,3 +133,8 @@ class Spec:
         if not self.routers:
             return {"router": (range(self.decode), ())}
         return {f"router-{name}": behind for name, behind in self.routers.items()}
+
+    @property
+    def named_ordinary_routers(self) -> dict[str, Sequence[str]]:
+        """Process name of every router to the ordinary engines to its further options."""
+        return {f"router-{name}": more for name, more in self.ordinary_routers.items()}
