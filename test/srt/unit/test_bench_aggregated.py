@@ -190,7 +190,7 @@ def a_report():
     runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 6, 400), run_entry("aggregated", 1, 3, math.nan)]
     for one in runs:
         one["radix"] = one["variant"] != "off"
-        one["figures"] |= {"cpu_s": 0.25}
+        one["figures"] |= {"cpu_s": 0.25} | {figure.key: 0.125 for figure in report.CHAT_FIGURES}
     runs[2]["figures"] |= dict.fromkeys(("prefill_cpu_s", "decode_cpu_s", "peak_over_least"), math.nan)
     for sample in runs[2]["series"]:
         sample["sent_bytes"] = math.nan
@@ -239,3 +239,12 @@ def test_the_report_says_what_it_is():
     assert command._serving(shape, SIDES) == (
         "1 prefill and 2 decode workers (pool of each: 32768 tokens) and 2 ordinary servers serve"
     )
+
+
+def test_a_chat_has_a_line_for_each_side():
+    (entry,) = a_report()["workloads"]
+    text = report.markdown({**a_report(), "workloads": [entry]})
+    heading = "| side | requests/s | TTFT of first turns p50 (p99), ms | TTFT of later turns p50 (p99), ms |"
+    assert heading in text and "| aggregated | 3.00 | 125 (125) | 125 (125) |" in text
+    figures = [figure.name for figure in report.figures_of(entry)]
+    assert "TTFT of later turns p99, ms" in figures and "long prompts beside, answered" not in figures

@@ -6,6 +6,7 @@ load.py       asks it: the engine's `sglang.bench_serving`, in a process of its 
 deploy.py     the servers that are compared
 asked.py      a request that was answered, and one that was not
 measure.py    one run: ask, watch, and take the figures
+steady.py     clients that send long prompts all the time, beside a chat
 turns.py      all runs of a workload, the sides in turns
 order.py      which side goes first, and whether that makes a difference
 goodput.py    the rates at which requests keep a promised TTFT and ITL
@@ -13,6 +14,7 @@ rates.py      which rates are measured for that, and what is known from them
 parted.py     answers that are not the same: where they part, and how far apart the two tokens are
 stats.py      percentiles, spreads and ratios
 chart.py      charts, interactive and as pictures
+chats.py      the table of a chat's sides
 report.py     JSON, Markdown and HTML
 published.py  records of runs, and the tables of README and docs that are made of them
 command.py    the options, and the order in which things are run

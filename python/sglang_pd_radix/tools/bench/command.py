@@ -28,7 +28,7 @@ from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.thorough.runner import hidden
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import goodput, link, parted, published, report
+from . import chats, goodput, link, parted, published, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
@@ -398,7 +398,7 @@ def _all(
                     )
                     measured["shape"] = vars(shape)
                     measured["sides"] = {side.name: _shown(side) for side in sides}
-                    measured["notes"] += _of_aggregated(shape, sides)
+                    measured["notes"] = [*measured.get("notes", ()), *_of_aggregated(shape, sides)]
                     document["workloads"].append(measured)
 
 
@@ -514,6 +514,9 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
                 console.print(Text(f"Note: ({entry['key']}) {note}"), soft_wrap=True)
         return _print_end(document["workloads"], files, console)
     show(report.describe(document), *report.headline(document))
+    for entry in document["workloads"]:
+        for one in chats.tables(entry) if entry["chat"] else ():
+            show(f"({entry['key']}) {entry['title']}", *one)
     for entry in filter(report.in_rounds, document["workloads"]):
         show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
     by_order, said = report.order_of_sides(document["workloads"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import queue
@@ -27,6 +28,7 @@ from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
 from .stats import percentile, quantiles
+from .steady import SteadyClients
 from .workload import Request, Workload
 
 Progress = Callable[[int, int], None]
@@ -215,6 +217,71 @@ class Run:
         return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:16]
 
 
+class _Course:
+    """The rounds of one run, asked one after the other, and what is known of each."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        load: LoadGenerator,
+        workload: Workload,
+        variant: Variant,
+        page_size: int,
+        steady: SteadyClients,
+    ) -> None:
+        self._deployment, self._load, self._workload, self._variant = deployment, load, workload, variant
+        self._url, self._steady = deployment.url(variant), steady
+        self.index = PageIndex(page_size)
+        overlapped = not deployment.info(variant)["disable_overlap_schedule"]
+        self._keeper = Keeper(self.index, overlapped)
+        self._histories: dict[int, list[int]] = {}
+        self.answered: list[list[Asked]] = []
+        self.rounds: list[dict[str, float]] = []
+        self.warm_pages = 0
+        self._before = self.first = deployment.counters(variant)
+
+    @property
+    def asked(self) -> list[Asked]:
+        """All requests that were answered, in the order of the workload."""
+        return list(itertools.chain(*self.answered))
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Ask what comes before a round, and is not measured."""
+        concurrency, check = self._workload.concurrency, self._steady.check
+        _ask(self._load, self._url, requests, [r.ids for r in requests], concurrency, False, check)
+        self.warm_pages += sum(self._keeper.send(request.ids) for request in requests)
+        self._before = self._deployment.counters(self._variant)
+
+    def ask(self, requests: Sequence[Request], is_last: bool, progress: Progress) -> None:
+        """Ask a round."""
+        workload, histories, check = self._workload, self._histories, self._steady.check
+        prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
+        already = sum(map(len, self.answered))
+
+        def told(done: int) -> None:
+            progress(already + done, workload.requests)
+
+        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check, told)
+        if is_last:
+            self._steady.stop()  # what they have sent is sent in full when the workers are asked
+        beside = self._steady.fresh()
+        least = sum(self._keeper.send(prompt) for prompt in (*prompts, *beside))
+        if workload.chat:
+            for request, prompt, output in zip(requests, prompts, outputs, strict=True):
+                self._keeper.answered(prompt, output["ids"])
+                histories[request.group] = [*prompt, *output["ids"]]
+        together = zip(requests, prompts, outputs, strict=True)
+        answers = [Asked.of(request, prompt, output) for request, prompt, output in together]
+        self.answered.append(answers)
+        after = self._deployment.counters(self._variant)
+        record = _round_of(answers, least, self.index.page_size, self._before, after, beside)
+        if workload.steady:
+            # Prompts that nobody asks again would hide how much of the chat's own is reused.
+            record["prompt_tokens"] = record["asked_tokens"]
+        self.rounds.append(record)
+        self._before = after
+
+
 def run_once(
     deployment: Deployment,
     load: LoadGenerator,
@@ -227,55 +294,30 @@ def run_once(
 ) -> Run:
     """Empty the caches, ask round by round, take the figures. Raises PdRadixError; RequestFailed of a request."""
     deployment.use(variant)
-    url, check = deployment.url(variant), deployment.cluster.check
-    index = PageIndex(page_size)
-    keeper = Keeper(index, overlapped=not deployment.info(variant)["disable_overlap_schedule"])
-    histories: dict[int, list[int]] = {}
-    asked: list[Asked] = []
-    rounds: list[dict[str, float]] = []
-    warm_pages = 0
-    before = first = deployment.counters(variant)
+    steady = SteadyClients(workload.steady, deployment.url(variant), deployment.cluster.check)
+    course = _Course(deployment, load, workload, variant, page_size, steady)
     watch = Watch(deployment, variant, every_s)
     watch.start()
     try:
-        asked_together = [sum(workload.rounds, [])] if workload.stream else workload.rounds
-        for i, requests in enumerate(asked_together):
-            if workload.warm:
-                warm = workload.warm[i]
-                _ask(load, url, warm, [r.ids for r in warm], workload.concurrency, False, check)
-                warm_pages += sum(keeper.send(request.ids) for request in warm)
-                before = deployment.counters(variant)
-            prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
-            already = len(asked)
-
-            def told(done: int, already: int = already) -> None:
-                progress(already + done, workload.requests)
-
-            outputs = _ask(load, url, requests, prompts, workload.concurrency, workload.chat, check, told)
-            least = sum(keeper.send(prompt) for prompt in prompts)
-            if workload.chat:
-                for request, prompt, output in zip(requests, prompts, outputs, strict=True):
-                    keeper.answered(prompt, output["ids"])
-                    histories[request.group] = [*prompt, *output["ids"]]
-            answers = [
-                Asked.of(request, prompt, output)
-                for request, prompt, output in zip(requests, prompts, outputs, strict=True)
-            ]
-            asked += answers
-            after = deployment.counters(variant)
-            rounds.append(_round_of(answers, least, page_size, before, after))
-            before = after
+        together = [sum(workload.rounds, [])] if workload.stream else workload.rounds
+        with steady:
+            for i, requests in enumerate(together):
+                if workload.warm:
+                    course.warm_up(workload.warm[i])
+                course.ask(requests, i == len(together) - 1, progress)
     finally:
         samples = watch.stop()
+    asked, rounds = course.asked, course.rounds
     told_apart = rounds_of_stream(asked, list(map(len, workload.rounds))) if workload.stream else rounds
-    figures = figures_of(asked, rounds, samples, index, deployment.used_peak(variant))
-    figures["least_pages_with_warm_up"] = figures["least_pages"] + warm_pages
+    figures = figures_of(asked, rounds, samples, course.index, deployment.used_peak(variant), steady.asked)
+    figures["least_pages_with_warm_up"] = figures["least_pages"] + course.warm_pages
+    figures |= steady.figures() | (figures_of_turns(course.answered) if workload.chat else {})
     return Run(
         variant.name,
         number,
         figures,
         told_apart,
-        _series_of(samples, min(a.start_s for a in asked), first["sent_bytes"]),
+        _series_of(samples, min(a.start_s for a in asked), course.first["sent_bytes"]),
         first_tokens(asked),
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
@@ -284,6 +326,12 @@ def run_once(
         [a.tpot_s for a in asked],
         sent_late(asked),
     )
+
+
+def figures_of_turns(turns: Sequence[Sequence[Asked]]) -> dict[str, float]:
+    """Of a chat: how long the first tokens of first turns took, and those of all later ones."""
+    parts = {"first": first_tokens(turns[0]), "later": first_tokens(itertools.chain(*turns[1:]))}
+    return {f"{name}_ttft_p{p}_s": percentile(ttft, p) for name, ttft in parts.items() for p in (50, 99)}
 
 
 def sent_late(asked: Iterable[Asked]) -> list[float]:
@@ -299,16 +347,21 @@ def first_tokens(asked: Iterable[Asked]) -> list[float]:
 
 
 def _round_of(
-    answers: Sequence[Asked], least_pages: int, page_size: int, before: dict[str, float], after: dict[str, float]
+    answers: Sequence[Asked],
+    least_pages: int,
+    page_size: int,
+    before: dict[str, float],
+    after: dict[str, float],
+    beside: Sequence[Sequence[int]] = (),
 ) -> dict[str, float]:
-    """What the clients saw of one round, and what the workers counted meanwhile."""
+    """What the clients saw of one round, and what the workers counted meanwhile. beside: prompts of steady clients."""
     began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
     prompts = [a.prompt for a in answers]
     return {
         "requests": len(answers),
         "duration_s": ended - began,
         "least_pages": least_pages,
-        "prompt_pages": pages_of(prompts, page_size),
+        "prompt_pages": pages_of([*prompts, *beside], page_size),
         "asked_tokens": sum(map(len, prompts)),
         "ttft_p50_s": percentile(first_tokens(answers), 50),
         **{name: after[name] - before[name] for name in after},
@@ -380,11 +433,14 @@ def figures_of(
     samples: Sequence[Sample],
     index: PageIndex,
     used_peak: float,
+    steady: Sequence[Asked] = (),
 ) -> dict[str, float]:
     """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts.
 
-    used_peak: the most tokens that requests held on decode, as it recorded them itself.
+    used_peak: the most tokens that requests held on decode, as it recorded them itself. steady: what steady clients
+    asked, which holds memory and takes the workers' time.
     """
+    everything = [*asked, *steady]
     duration = sum(r["duration_s"] for r in rounds)
     ttft = first_tokens(asked)
     itl = [gap for a in asked for gap in a.itl_s]
@@ -393,8 +449,8 @@ def figures_of(
     def total(name: str) -> float:
         return sum(r[name] for r in rounds)
 
-    held, least_held = resident(asked, samples, index)
-    least_peak = peak_to_hold(asked, index)
+    held, least_held = resident(everything, samples, index)
+    least_peak = peak_to_hold(everything, index)
     return {
         "duration_s": duration,
         "requests_per_s": len(asked) / duration,
@@ -408,14 +464,13 @@ def figures_of(
         "tpot_p99_s": percentile(tpot, 99),
         "sent_bytes": total("sent_bytes"),
         **({name: total(name) for name in link.FIGURES} if "link_bytes" in rounds[0] else {}),
+        **({"requests": len(everything)} if "link_bytes" in rounds[0] else {}),
         "prompt_pages": total("prompt_pages"),
         "least_pages": total("least_pages"),
         "prompt_tokens": total("prompt_tokens"),
         "reused_tokens": total("reused_tokens"),
         "blocked": total("blocked"),
-        "prefill_cpu_s": total("prefill_cpu_s") / len(asked),
-        "decode_cpu_s": total("decode_cpu_s") / len(asked),
-        "cpu_s": total("cpu_s") / len(asked),
+        **{name: total(name) / len(everything) for name in ("prefill_cpu_s", "decode_cpu_s", "cpu_s")},
         # By the clients' clock: how many answers were under way between their first and last token, on average.
         "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
         "running_max": max((s.running for s in samples), default=0),

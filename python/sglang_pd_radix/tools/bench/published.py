@@ -27,7 +27,7 @@ DIGITS = 6
 
 def compact(document: report.Document) -> Record:
     """The record of a report."""
-    keys = (*(figure.key for figure in report.FIGURES), *MORE_FIGURES)
+    keys = (*(figure.key for figure in (*report.FIGURES, *report.MORE_FIGURES)), *MORE_FIGURES)
     workloads = []
     for entry in document["workloads"]:
         kept = {k: entry[k] for k in ("key", "title", "sizes", "requests", "page_size", "variants", "sides")}

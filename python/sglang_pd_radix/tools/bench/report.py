@@ -13,7 +13,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import order, parted
+from . import chats, order, parted
 from .chart import Bars, Chart, Line, script
 from .deploy import AGGREGATED
 from .stats import Spread, paired_ratio, percentile
@@ -62,6 +62,20 @@ FIGURES = (
 LINK_FIGURE = Figure("link_bytes", "bytes over the link, MiB", 2**20, 1)
 # Where a side has no prefill worker.
 CPU_FIGURE = Figure("cpu_s", "CPU time of all workers per request, ms", 1e-3, 2)
+# Of chats: first tokens of first turns, which nobody has anything of, and of all later ones.
+CHAT_FIGURES = (
+    Figure("first_ttft_p50_s", "TTFT of first turns p50, ms", 1e-3, 0),
+    Figure("first_ttft_p99_s", "TTFT of first turns p99, ms", 1e-3, 0),
+    Figure("later_ttft_p50_s", "TTFT of later turns p50, ms", 1e-3, 0),
+    Figure("later_ttft_p99_s", "TTFT of later turns p99, ms", 1e-3, 0),
+)
+# Of workloads beside which clients send long prompts all the time.
+STEADY_FIGURES = (
+    Figure("steady_per_s", "long prompts beside, answered/s", good="more"),
+    Figure("steady_requests", "long prompts beside, answered", digits=0, good=""),
+    Figure("steady_p50_s", "long prompts beside, time p50, ms", 1e-3, 0),
+)
+MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, LINK_FIGURE, CPU_FIGURE)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
@@ -73,8 +87,9 @@ OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": 
 
 def figures_of(entry: Document) -> tuple[Figure, ...]:
     """The rows of a workload's table."""
-    more = {LINK_FIGURE: "link" in entry, CPU_FIGURE: AGGREGATED.name in entry["variants"]}
-    return (*FIGURES, *(figure for figure, shown in more.items() if shown))
+    shown = {LINK_FIGURE: "link" in entry, CPU_FIGURE: AGGREGATED.name in entry["variants"]}
+    known = entry["runs"][0]["figures"]
+    return (*FIGURES, *(figure for figure in MORE_FIGURES if shown.get(figure, figure.key in known)))
 
 
 def finish(entry: Document) -> None:
@@ -393,7 +408,7 @@ def markdown(document: Document) -> str:
         parts.append(sizes_line(entry))
         parts.append(markdown_table(*table(entry)))
         if entry["chat"]:
-            parts.append(markdown_table(*turns_table(entry)))
+            parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
         if in_rounds(entry):
             parts.append(markdown_table(*rounds_table(entry)))
         parts += answers(entry)
@@ -527,7 +542,7 @@ def html(document: Document) -> str:
         parts += [f"<p class=bad>{escape(problem)}</p>" for problem in entry["problems"]]
         parts.append(_html_table(*table(entry)))
         if entry["chat"]:
-            parts.append(_html_table(*turns_table(entry)))
+            parts += [_html_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
         if in_rounds(entry):
             parts.append(_html_table(*rounds_table(entry)))
         parts += [f"<p>{escape(text)}</p>" for text in answers(entry)]

@@ -34,12 +34,31 @@ class Request:
     beside: bool = False
 
 
+# The least that bench_serving takes for an answer with a time between its tokens.
+STEADY_ANSWER = 2
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Clients that send one new prompt of ``length`` tokens after another, while a workload is asked, for an answer of
+    `STEADY_ANSWER` tokens. ``take``: tokens of a name, as `Tokens.take`."""
+
+    clients: int
+    length: int
+    take: Callable[[str, int], tuple[int, ...]] = field(repr=False)
+
+    def prompt(self, client: int, number: int) -> tuple[int, ...]:
+        """The prompt that a client sends as its ``number``-th (from 0): the same in all runs."""
+        return self.take(f"{client}/{number}", self.length)
+
+
 @dataclass
 class Workload:
     """Rounds of requests: a round begins when every answer of the one before is complete, in a ``stream`` at once.
 
     ``warm`` has, for each round (or for none), what is asked before it and not measured. In a ``chat``, round n holds
     turn n of every client, one request each, and each prompt begins with the previous prompt and answer of its group.
+    ``steady``: who else asks meanwhile, and is not measured.
     """
 
     key: str
@@ -51,6 +70,7 @@ class Workload:
     chat: bool = False
     stream: bool = False
     notes: list[str] = field(default_factory=list)
+    steady: Steady | None = None
 
     @property
     def requests(self) -> int:
@@ -64,7 +84,8 @@ class Workload:
             before = lengths.get(request.group, 0)
             length = len(request.ids) + request.answer
             lengths[request.group] = before + length if self.chat else max(before, length)
-        return max(lengths.values())
+        beside = self.steady.length + STEADY_ANSWER if self.steady else 0
+        return max(beside, *lengths.values())
 
     def beginning(self, most: int) -> Workload:
         """The first ``most`` requests of the first round, and what is asked before it."""
@@ -92,6 +113,9 @@ class Tokens:
         return random.Random(f"{self._seed}/order/{name}")
 
 
+_MAY_BE_ZERO = ("reserve", "speed", "suffix", "skip", "pause", "steady")
+
+
 @dataclass
 class Sizes:
     """What all workloads have."""
@@ -103,7 +127,7 @@ class Sizes:
         """Raise PdRadixError naming the first size that makes no workload."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 2 if f.name == "answer" else 0 if f.name in ("reserve", "speed", "suffix", "skip", "pause") else 1
+            least = 2 if f.name == "answer" else 0 if f.name in _MAY_BE_ZERO else 1
             if isinstance(value, (int, float)) and not least <= value < math.inf:
                 finite = ", and finite" if isinstance(value, float) else ""
                 raise PdRadixError(f"--set {key}.{f.name}={value}: must be at least {least}{finite}")
@@ -273,6 +297,12 @@ class Groups(WarmPrefixes):
         self.requests, self.at_once = self.prefixes * self.per_group, self.prefixes
 
 
+_BESIDE = (
+    "KV sent, tokens held, requests running and CPU time per request include the long prompts beside; requests/s, "
+    "TTFT, ITL and tokens reused do not."
+)
+
+
 @dataclass
 class Chat(Sizes):
     """``clients`` conversations of ``turns`` turns: a first message of ``document`` tokens, then ``question`` each."""
@@ -292,7 +322,13 @@ class Chat(Sizes):
             for t in range(self.turns)
         ]
         title = f"chat: {self.clients} clients, {self.turns} turns, {self.told}"
-        return Workload(key, title, dataclasses.asdict(self), rounds, concurrency=len(rounds[0]), chat=True)
+        sizes, steady = dataclasses.asdict(self), self.steadily(key, tokens)
+        notes = [_BESIDE] if steady else []
+        return Workload(key, title, sizes, rounds, concurrency=len(rounds[0]), chat=True, notes=notes, steady=steady)
+
+    def steadily(self, key: str, tokens: Tokens) -> Steady | None:
+        """Who asks all the time, and not turn by turn."""
+        return None
 
     def new(self, turn: int) -> int:
         """Tokens that a client adds in a turn."""
@@ -309,20 +345,39 @@ class Chat(Sizes):
 
 @dataclass
 class BusyChat(Chat):
-    """The same behind ``others`` prompts of ``prompt`` tokens, new ones in every turn, which nobody asks again."""
+    """The same behind ``others`` prompts of ``prompt`` tokens, new ones in every turn, which nobody asks again; with
+    ``steady`` (1) beside as many clients, which send one such prompt after another all the time."""
 
     others: int = 4
     prompt: int = 1500
+    steady: int = 0
+
+    def check(self, key: str) -> None:
+        """Also refuse what is neither on nor off."""
+        super().check(key)
+        if self.steady > 1:
+            raise PdRadixError(f"--set {key}.steady={self.steady}: must be 0 or 1")
 
     def beside(self, key: str, tokens: Tokens, turn: int) -> list[Request]:
+        if self.steady:
+            return []
         numbers = range(turn * self.others, (turn + 1) * self.others)
         # The least that bench_serving takes for an answer with a time between its tokens.
         return [
             Request(tokens.take(f"{key}/other/{n}", self.prompt), 2, self.clients + n, beside=True) for n in numbers
         ]
 
+    def steadily(self, key: str, tokens: Tokens) -> Steady | None:
+        if not self.steady:
+            return None
+        return Steady(self.others, self.prompt, lambda name, count: tokens.take(f"{key}/steady/{name}", count))
+
     @property
     def told(self) -> str:
+        if self.steady:
+            clients = f"{self.others} client{'s'[: self.others > 1]}"
+            verb = "send" if self.others > 1 else "sends"
+            return f"beside {clients} that {verb} prompts of {self.prompt} tokens"
         return f"each behind {self.others} prompts of {self.prompt} tokens of others"
 
 
