@@ -29,8 +29,13 @@ STAGES = {
     "handshake_begun": {"": "it waits for the handshake"},
     "handshake_done": {"": "the handshake is done"},
     "admitted": {"decode": "it is matched and admitted, and what is missing is asked for"},
-    "waiting": {"decode": "all of its KV has arrived", "prefill": "decode has asked for its KV: it waits for its turn"},
+    "waiting": {
+        "": "it waits for its turn",
+        "decode": "all of its KV has arrived",
+        "prefill": "decode has asked for its KV: it waits for its turn",
+    },
     "running": {"decode": "it is in a batch", "prefill": "its prompt is being computed"},
+    "launched": {"": "the step that computes (the last of) its prompt is launched"},
     "prefilled": {"": "its prompt is computed"},
     "sending": {"": "the last of its KV is being sent"},
     "sent": {"": "all of its KV has been sent"},
@@ -70,10 +75,10 @@ def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
 
     The two workers of a pair share a request's room. Where the client gave no rid, each has made one of its own.
     """
-    known, silent = _ask(urls, {"rid": rid})
+    known, silent = ask(urls, {"rid": rid})
     rooms = {record["room"] for record in known if record["room"]}
     for room in sorted(rooms):
-        more, unheard = _ask(urls, {"room": room})
+        more, unheard = ask(urls, {"room": room})
         known += [record for record in more if record not in known]
         silent |= unheard
     said = _listed(silent)
@@ -87,10 +92,10 @@ def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
     return sorted(known, key=lambda record: min(record["times"].values(), default=0.0))
 
 
-def _ask(urls: Sequence[str], question: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def ask(urls: Sequence[str], question: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """What is remembered, and why some workers cannot say, by their URL. Raises PdRadixError if none can."""
 
-    def ask(url: str) -> tuple[int, list[dict[str, Any]]]:
+    def ask_one(url: str) -> tuple[int, list[dict[str, Any]]]:
         status, content = http(f"{url}/ended_requests?{urlencode(question)}", timeout=TIMEOUT_S)
         try:
             found = json.loads(content)["requests"] if status == 200 else []
@@ -101,7 +106,7 @@ def _ask(urls: Sequence[str], question: dict[str, Any]) -> tuple[list[dict[str, 
             return OTHER, []
 
     with ThreadPoolExecutor(len(urls)) as pool:
-        answers = list(pool.map(ask, urls))
+        answers = list(pool.map(ask_one, urls))
     silent = {url: _why(status) for url, (status, _) in zip(urls, answers, strict=True) if status != 200}
     records = [record for _, found in answers for record in found]
     if len(silent) == len(urls) and not records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -17,12 +18,17 @@ from sglang_pd_radix.tools.thorough.runner import hidden
 CHILD = """
 import asyncio, json, os, sys, types
 
+# As bench_serving's, of all requests the same.
+BODY = {}
+
 async def ask(given, pbar=None):
     await asyncio.sleep(0.02)
     # As bench_serving does with each line of an answer: a gateway's comment, and an event.
     assert engine.json.loads(": keep-alive").get("text") is None
     assert engine.json.loads('{"text": "a"}') == {"text": "a"} and engine.json.dumps("a") == '"a"'
     told = dict(generated_text=str(given.prompt[0]), output_len=2, start_time=0.0, ttft=0.1, latency=0.2, itl=[0.1])
+    if given.prompt[0] == 50:
+        told["generated_text"] = json.dumps(given.extra_request_body)
     if given.prompt[0] > 50:
         told["generated_text"] = os.environ.get("OPENAI_API_KEY", "")
     fails = given.prompt[0] < 0
@@ -32,7 +38,7 @@ async def ask_all(rows):
     for row in rows:
         if row.ids[0] == 0:
             raise ValueError("a prompt of 0")
-        await engine.ASYNC_REQUEST_FUNCS["sglang"](types.SimpleNamespace(prompt=row.ids))
+        await engine.ASYNC_REQUEST_FUNCS["sglang"](types.SimpleNamespace(prompt=row.ids, extra_request_body=BODY))
 
 def run_benchmark(args):
     rows = datasets.DATASET_MAPPING["pd-radix"].from_args(args).load(None)
@@ -133,3 +139,14 @@ def test_the_servers_key_is_sent_and_shown_to_nobody(load, monkeypatch, tmp_path
     assert texts(load, job(99)) == ["a secret"] and "a secret" not in (tmp_path / "load.log").read_text()
     given = ["bench", "--out=/x/y", "--", "--api-key", "a secret", "--admin-api-key=another secret", "--tp", "1"]
     assert hidden(given) == [*("bench", "--out=y", "--", "--api-key", "...", "--admin-api-key=...", "--tp", "1")]
+
+
+@pytest.mark.parametrize("rids", [False, True])
+def test_each_request_has_a_rid_if_they_are_asked_for(load, rids):
+    load._rids = {"rids": True} if rids else {}
+    for number in (1, 2):
+        outputs = load.run(job(50, 50), lambda done: None, lambda: None)["outputs"]
+        named = [{"rid": f"pd-radix-bench-{number}-{place}"} if rids else {} for place in range(2)]
+        assert [json.loads(output["text"]) for output in outputs] == named
+        assert [{"rid": output["rid"]} if rids else {} for output in outputs] == named
+        assert all(("unix_s" in output) == ("rid" in output) == rids for output in outputs)

@@ -439,6 +439,10 @@ class Front:
         self.rid_to_state, self.sent, self.released = {}, [], []
         self.server_args = SimpleNamespace(weight_version="v", enable_lora=False, skip_tokenizer_init=False)
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+        self.remembered = []
+
+    def _remember(self, rid: str, state: Any, life: None) -> None:
+        self.remembered.append((rid, state.out_list[-1]["meta_info"]["finish_reason"]["type"]))
 
     def add(self, rid: str, room: int, sent: bool) -> Any:
         state = State(
@@ -466,6 +470,7 @@ def test_a_request_that_waits_is_answered_and_dropped():
     meta = state.out_list[0]["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["prompt_tokens"] == 9
     assert list(front.rid_to_state) == ["x"] and not other.finished
+    assert front.remembered == [("a", "length")]
     # The word comes twice: the room is another request's by then, or nobody's.
     answers.note(5)
     assert front.sent == [ComputedReq(5, "a")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from types import SimpleNamespace
@@ -83,6 +84,26 @@ def test_the_last_ones_are_found():
     assert one["times"] == {"received": 10.5, "completed": 9.0} and one["room"] == 1 and one["prompt_tokens"] == 1
     assert ended.find(None, 4) == ended.find("b_1", None)
     assert ended.find("old", None) == ended.find(None, 2) == ended.find(None, None) == []
+    assert [one["rid"] for one in ended.last(2)] == ["b_1", "b_0"]
+    assert len(ended.last(10**30)) == 3 and ended.last(-1) == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "aggregated"])
+def test_a_worker_says_which_it_is(role):
+    ended = request_life.EndedRequests(1, "null" if role == "aggregated" else role)
+    ended.note("a", state(), {}, {}, 0.0)
+    assert ended.last(1)[0]["role"] == role
+
+
+def test_the_route_tells_of_one_request_or_of_the_last(monkeypatch):
+    here = manager(monkeypatch, 3)
+    for rid in ("a", "b"):
+        here.ended.note(rid, state(), {}, {}, 0.0)
+
+    def rids(**question) -> list[str]:
+        return [one["rid"] for one in asyncio.run(here.tell_ended(**question))["requests"]]
+
+    assert (rids(rid="a"), rids(last=5), rids(last=1), rids()) == (["a"], ["b", "a"], ["b"], [])
 
 
 def manager(monkeypatch, most: int) -> TokenizerManager:

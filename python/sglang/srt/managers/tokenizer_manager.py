@@ -75,9 +75,11 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
                 app.add_api_route("/ended_requests", self.tell_ended, methods=["GET"])
         super().auto_create_handle_loop()
 
-    async def tell_ended(self, rid: str | None = None, room: int | None = None) -> dict:
-        """What is remembered of a request by its rid, or its room."""
-        return {"requests": self.ended.find(rid, room) if self.ended is not None else []}
+    async def tell_ended(self, rid: str | None = None, room: int | None = None, last: int = 0) -> dict:
+        """What is remembered of a request by its rid, or its room, or of the last requests that have ended."""
+        if self.ended is None:
+            return {"requests": []}
+        return {"requests": self.ended.last(last) if last else self.ended.find(rid, room)}
 
     def _handle_batch_output(self, recv_obj) -> None:
         """Remembers those that have ended with this output."""

@@ -9,6 +9,7 @@ Upstream: none is known; sgl-project/sglang's tracing sends the same times to an
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ SCHEDULER_STAGES = {
     # On prefill when decode has asked for its KV, on decode when all of that has arrived.
     "wait_queue_entry_time": "waiting",
     "forward_entry_time": "running",
+    # Of a prompt that is computed in several steps, the last one.
+    "prefill_run_batch_start_time": "launched",
     "prefill_finished_time": "prefilled",
     "prefill_transfer_queue_entry_time": "sending",
     "prefill_kv_transfer_finish_time": "sent",
@@ -77,7 +80,8 @@ class EndedRequests:
     """The last requests that have ended on a worker."""
 
     def __init__(self, most: int, role: str) -> None:
-        self._role = role
+        """role: the engine's disaggregation mode; "null" is an ordinary server."""
+        self._role = "aggregated" if role == "null" else role
         self._records: deque[dict[str, Any]] = deque(maxlen=most)
 
     def note(self, rid: str, state: Any, meta: Mapping[str, Any], life: Mapping[str, float], difference: float) -> None:
@@ -102,6 +106,10 @@ class EndedRequests:
     def find(self, rid: str | None, room: int | None) -> list[dict[str, Any]]:
         """The records of a rid, which names the samples of its request too, or of a room; the last one last."""
         return [one for one in self._records if _is(one, rid, room)]
+
+    def last(self, number: int) -> list[dict[str, Any]]:
+        """The records of the last ``number`` requests that have ended, the last one first."""
+        return list(itertools.islice(reversed(self._records), min(max(number, 0), len(self._records))))
 
 
 def _is(record: Mapping[str, Any], rid: str | None, room: int | None) -> bool:

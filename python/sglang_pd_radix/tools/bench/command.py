@@ -28,7 +28,7 @@ from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.thorough.runner import hidden
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import chats, goodput, link, parted, published, report
+from . import breakdown, chats, goodput, link, parted, published, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
@@ -76,7 +76,7 @@ Workloads:
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
-  pd-radix bench --only c,i,j --aggregated --compare "local:--disaggregation-decode-local-prefill auto"
+  pd-radix bench --only c,i,j --aggregated --breakdown --compare "sent:--disaggregation-decode-local-prefill off"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
   sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
   pd-radix bench --only a --slo ttft=2000,itl=60
@@ -133,6 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATES",
         help="put prefill and decode into network namespaces joined by a link of this rate, and measure every workload "
         "at each rate given: 100mbit, or auto:N, at which a prompt's KV takes N times as long as its prefill (as root)",
+    )
+    parser.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="also where the time to first token goes: stages of each request by the time stamps of its workers, as "
+        "p50 and p99 (which costs a little of each step, on all sides)",
     )
     _add_slo_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
@@ -244,8 +250,9 @@ def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequenc
             raise PdRadixError(f"{option} goes with --slo")
     if not 0 < args.slo_seconds <= goodput.DAY_S:
         raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
-    if args.slo and args.link:
-        raise PdRadixError("--slo goes without --link")
+    for option, given in (("--link", args.link), ("--breakdown", args.breakdown)):
+        if args.slo and given:
+            raise PdRadixError(f"--slo goes without {option}")
     for key, entry in sizes.items() if args.slo else ():
         _plan(args, key, entry, sides)
 
@@ -317,7 +324,7 @@ def run(args: argparse.Namespace) -> int:
         if model is None:
             show.now("making the model")
             model = str(make_model(Path(scratch) / "model", SHAPE))
-        load = LoadGenerator(model, args.out / "logs" / "load.log")
+        load = LoadGenerator(model, args.out / "logs" / "load.log", args.breakdown)
         try:
             _all(args, sizes, sides, runs, model, options, rates, load, document, show)
         except BaseException:
@@ -367,6 +374,7 @@ def _all(
                     sides=sides,
                     hosts=hosts,
                     gateway=named_gateway(args.router),
+                    env=breakdown.ENV if args.breakdown else {},
                 )
             )
             show.now("waiting for the load generator")
@@ -379,11 +387,7 @@ def _all(
             tokens = Tokens(load.words, args.seed)
             for key in keys:
                 workload = sizes[key].make(key, tokens)
-                if workload.longest > shape.pool:
-                    raise PdRadixError(
-                        f"workload {key} has a request of {workload.longest} tokens, and decode's pool holds "
-                        f"{shape.pool}: --set {key}.pool="
-                    )
+                _check_fits(key, workload, shape)
                 exact = document["setting"]["dtype"].endswith("float32")
                 if args.slo:
                     plan, keep = _plan(args, key, sizes[key], sides), document["workloads"].append
@@ -417,6 +421,15 @@ def _of_aggregated(shape: Shape, sides: Sequence[Side]) -> list[str]:
         f"many workers and tokens as a pair has, behind a router with {shape.policies[0]}. They send no KV; their CPU "
         "time is compared with that of prefill and decode together."
     ]
+
+
+def _check_fits(key: str, workload: Workload, shape: Shape) -> None:
+    """Raises PdRadixError for a workload with a request that no decode worker holds."""
+    if workload.longest > shape.pool:
+        raise PdRadixError(
+            f"workload {key} has a request of {workload.longest} tokens, and decode's pool holds "
+            f"{shape.pool}: --set {key}.pool="
+        )
 
 
 def _places(
@@ -524,7 +537,9 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
         show("Which side was measured first", *by_order)
         console.print(Text(said), soft_wrap=True)
     for entry in document["workloads"]:
-        for text in parted.sentences(entry["differences"]):
+        for title, heading, rows in breakdown.tables(entry):
+            show(f"({entry['key']}) {title}", heading, rows)
+        for text in (*parted.sentences(entry["differences"]), *breakdown.notes(entry)):
             console.print(Text(f"({entry['key']}) {text}"), soft_wrap=True)
     _print_end(document["workloads"], files, console)
 

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import chats, order, parted
+from . import breakdown, chats, order, parted
 from .chart import Bars, Chart, Line, script
 from .deploy import AGGREGATED
 from .stats import Spread, paired_ratio, percentile
@@ -411,7 +411,9 @@ def markdown(document: Document) -> str:
             parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
         if in_rounds(entry):
             parts.append(markdown_table(*rounds_table(entry)))
-        parts += answers(entry)
+        for title, heading, rows in breakdown.tables(entry):
+            parts += [f"**{title}**", markdown_table(heading, rows)]
+        parts += [*answers(entry), *breakdown.notes(entry)]
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
     return "\n\n".join(parts) + "\n"
@@ -545,7 +547,9 @@ def html(document: Document) -> str:
             parts += [_html_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
         if in_rounds(entry):
             parts.append(_html_table(*rounds_table(entry)))
-        parts += [f"<p>{escape(text)}</p>" for text in answers(entry)]
+        for title, heading, rows in breakdown.tables(entry):
+            parts += [f"<h3>{escape(title)}</h3>", _html_table(heading, rows)]
+        parts += [f"<p>{escape(text)}</p>" for text in (*answers(entry), *breakdown.notes(entry))]
         parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
         parts.append(f"<div class=charts>{''.join(chart.interactive() for chart in charts(entry).values())}</div>")
     return (
