@@ -37,7 +37,7 @@ def sent_by_prefill(rid: str) -> list[dict]:
     return [
         record(
             rid, "decode", received=1, tokenized=2, scheduled=4, handshake_done=7, admitted=11, waiting=70, running=72,
-            first_token_taken=73, first_output=80, answered=200,
+            first_token_taken=73, first_output=80, handed_out=82, answered=200,
         ),
         record(
             rid, "prefill", received=1.5, tokenized=2, scheduled=3, handshake_done=12, waiting=12.5, running=20,
@@ -99,6 +99,7 @@ def test_stages_of_a_request_that_prefill_sends():
         "prefill has computed it → decode has its KV": 10,
         "prefill's response after decode's first token": 15,
         "gateway out: first token ready → client": 20,
+        "of that, until its HTTP server sends it": 2,
         "of that, after both workers' answers": 5,
         "total (TTFT)": 100,
     }  # fmt: skip

@@ -46,6 +46,8 @@ API_STAGES = {
     "created_time": "received",
     "tokenize_finish_time": "tokenized",
     "first_token_time": "first_output",
+    # Of a stream, where that was not its end.
+    "response_sent_to_client_time": "handed_out",
     "finished_time": "answered",
 }
 

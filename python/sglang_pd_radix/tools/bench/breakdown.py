@@ -97,6 +97,8 @@ STAGES = (
     Stage("prefill's response after decode's first token", "decode.first_output", "prefill.answered"),
     Stage("gateway out: first token ready → client", "decode.first_output", "client.first"),
     Stage("gateway out: first token ready → client", "aggregated.first_output", "client.first"),
+    Stage("of that, until its HTTP server sends it", "decode.first_output", "decode.handed_out"),
+    Stage("of that, until its HTTP server sends it", "aggregated.first_output", "aggregated.handed_out"),
     Stage("of that, after both workers' answers", "both.ready", "client.first"),
     Stage("total (TTFT)", "client.sent", "client.first"),
 )
