@@ -92,7 +92,6 @@ def server_args(page_size: int, options: Mapping[str, Any]) -> SimpleNamespace:
             "max_prefill_tokens": 16384,
             "disaggregation_decode_admission": "prefix",
             "disaggregation_decode_local_prefill": "off",
-            "disaggregation_decode_local_prefill_after": None,
             "disaggregation_decode_itl_target": None,
             "disaggregation_decode_ttft_target": None,
             "disaggregation_decode_max_overtaken": 32,

@@ -100,8 +100,6 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_local_prefill not in (None, "off"):
         raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_local_prefill_after is not None:
-        raise ValueError(f"--disaggregation-decode-local-prefill-after needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_itl_target is not None:
         raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_ttft_target is not None:
@@ -129,7 +127,6 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
     disaggregation_decode_local_prefill: str | None = None
-    disaggregation_decode_local_prefill_after: float | None = None
     disaggregation_decode_itl_target: float | None = None
     disaggregation_decode_ttft_target: float | None = None
     disaggregation_prefill_read_decode: int | None = None
@@ -200,13 +197,6 @@ class ServerArgs(engine.ServerArgs):
             help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
             "place of asking prefill for it. auto, the default: up to 128 tokens, as often as decode steps hardly "
             "feel, and not where prefill computes on the same GPU. N: up to N tokens, in any case. off: never.",
-        )
-        parser.add_argument(
-            "--disaggregation-decode-local-prefill-after",
-            type=float,
-            metavar="SECONDS",
-            help="Have a decode worker that computes prompts itself compute also those of which a prefill has not sent "
-            "the KV after so many seconds, long ones too but with drafts. Without it only those whose prefill is gone.",
         )
         _add_targets(parser)
         parser.add_argument(
@@ -300,14 +290,6 @@ class ServerArgs(engine.ServerArgs):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
         _check_targets(self.disaggregation_decode_itl_target, self.disaggregation_decode_ttft_target)
-        after_s = self.disaggregation_decode_local_prefill_after
-        if after_s is not None and self.disaggregation_decode_local_prefill == "off":
-            raise ValueError(
-                "--disaggregation-decode-local-prefill-after needs --disaggregation-decode-local-prefill, which is "
-                "off: give that auto or a number of tokens."
-            )
-        if after_s is not None and not 0 < after_s < float("inf"):
-            raise ValueError(f"--disaggregation-decode-local-prefill-after is {after_s:g}: give seconds above 0.")
         watermark_part()
         if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
             raise ValueError(

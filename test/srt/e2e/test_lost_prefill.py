@@ -21,16 +21,19 @@ pytestmark = pytest.mark.timeout(600)
 
 # What the operating system needs to end the processes, and a scheduler's step, on two busy cores.
 SOON_S = 4
+LOCAL = "--disaggregation-decode-local-prefill"
+SHORT = 40
 
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend) -> Iterator[Cluster]:
-    # A pool in which not all of them have room, so that some wait for memory.
+    # A pool in which not all of them have room, so that some wait for memory. Decode 1 computes short prompts itself.
+    on = [FLAG, "--max-total-tokens", "4096", LOCAL]
     yield clusters.get(
         model,
         prefill=2,
         decode=2,
-        decode_args=[[FLAG, "--max-total-tokens", "4096"]] * 2,
+        decode_args=[[*on, "off"], [*on, "auto"]],
         common_args=["--page-size", "16", "--chunked-prefill-size", "256"],
         backend=backend,
     )
@@ -40,21 +43,26 @@ def cluster(clusters, model, truth, backend) -> Iterator[Cluster]:
 class Clients:
     """Requests without a break to one pair, and when each was told what."""
 
-    def __init__(self, pair: Pair, count: int) -> None:
-        self.pair, self.stop = pair, threading.Event()
-        # When it began, when it was answered, and how.
+    def __init__(self, pair: Pair, count: int, computes: bool) -> None:
+        """computes: whether its decode worker computes short prompts itself."""
+        self.pair, self.computes, self.stop = pair, computes, threading.Event()
+        # When it began, when it was answered, and how; and whether decode may have computed all of it.
         self.answers: list[tuple[float, float, int, str]] = []
+        self.without_prefill: list[tuple[float, float, int, str]] = []
         self.pool = ThreadPoolExecutor(2 * count)
         self.jobs = [self.pool.submit(self._talk, seed) for seed in range(count)]
 
     def _talk(self, seed: int) -> None:
         rnd = random.Random(seed)
         while not self.stop.is_set():
-            body = self.pair.body(words(rnd, rnd.choice([40, 300, 1500])), rnd.choice([2, 40]))
+            length = rnd.choice([SHORT, 300, 1500])
+            body = self.pair.body(words(rnd, length), rnd.choice([2, 40]))
             self.pool.submit(self._half, body)
             began = time.monotonic()
             reply = requests.post(self.pair.decode_url + "/generate", json=body, timeout=100)
-            self.answers.append((began, time.monotonic(), reply.status_code, reply.text))
+            here = self.computes and length == SHORT and reply.ok
+            answers = self.without_prefill if here else self.answers
+            answers.append((began, time.monotonic(), reply.status_code, reply.text))
             time.sleep(0 if reply.ok else 0.3)
 
     def _half(self, body: dict) -> None:
@@ -75,7 +83,7 @@ def test_a_prefill_is_killed_under_load(cluster, truth):
     going_on = Pair(cluster, 1, 0)
     for pair in (*dying, going_on):
         assert conversations(pair) == truth["conversations"]
-    clients = [Clients(pair, 8) for pair in dying]
+    clients = [Clients(pair, 8, computes) for pair, computes in zip(dying, (False, True), strict=True)]
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(conversations, going_on, 6, 1, 5, 96)
         time.sleep(4)

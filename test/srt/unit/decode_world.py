@@ -48,8 +48,6 @@ class Receiver:
     require_staging = False
     metadata_room = None
     fenced = False
-    # Whether it has failed since its prefill is gone.
-    lost: bool | None = None
     # Pages of its prefix that prefill may read, and the weights that they were computed with.
     offered: Any = None
     offered_weights = 0
@@ -97,11 +95,8 @@ class Receiver:
     def failure_exception(self) -> None:
         raise RuntimeError("failed by the test")
 
-    def lost_prefill(self) -> bool | None:
-        return self.lost
-
     def abort(self) -> None:
-        self.state, self.lost = KVPoll.Failed, False
+        self.state = KVPoll.Failed
 
     def cancel(self) -> None:
         self.state = KVPoll.Failed

@@ -103,7 +103,7 @@ def test_adapters_that_run_do_not_keep_others_out_for_ever(monkeypatch, start, l
 
 def adapter_loop(overlap: bool, overtaken: int, **policy: int) -> Loop:
     """The real loop of a worker that loads two adapters at once and computes prompts; see `Policy`."""
-    options = {"disaggregation_decode_local_prefill": "40", "disaggregation_decode_local_prefill_after": None}
+    options = {"disaggregation_decode_local_prefill": "40"}
     loop = Loop(options=options, reserved=0, overlap=overlap, size=2048, page_size=4, max_reqs=6)
     loop.transfer.local.policy = Policy(slice=4, step=8, debt=10**6, **policy)
     manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 2)

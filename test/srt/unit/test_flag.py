@@ -65,19 +65,6 @@ def test_workers_of_a_pair_outlast_a_routers_idle_connections(parse, monkeypatch
     assert str(envs.SGLANG_TIMEOUT_KEEP_ALIVE.get()) == kept
 
 
-def test_when_a_prefill_is_late_is_a_time_and_needs_prompts_that_are_computed_here(parse):
-    option, local = "--disaggregation-decode-local-prefill-after", ["--disaggregation-decode-local-prefill", "auto"]
-    assert parse(*DECODE, FLAG, *local).disaggregation_decode_local_prefill_after is None
-    assert parse(*DECODE, FLAG, *local, option, "2.5").disaggregation_decode_local_prefill_after == 2.5
-    for wrong in ("0", "-1", "nan", "inf"):
-        with pytest.raises(ValueError, match="give seconds above 0"):
-            parse(*DECODE, FLAG, *local, option, wrong)
-    with pytest.raises(ValueError, match="which is off: give that auto"):
-        parse(*DECODE, FLAG, option, "2")
-    with pytest.raises(ValueError, match=f"needs {FLAG}"):
-        parse(*DECODE, option, "2")
-
-
 def test_short_remainders_of_prompts_are_computed_on_decode_unless_that_is_off(parse):
     option = "--disaggregation-decode-local-prefill"
     assert parse(*DECODE).disaggregation_decode_local_prefill is None

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_admission import Transfers
 from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, PROBE, Pace, note_charge
-from sglang.srt.disaggregation.local_prefill import LocalReq
-from sglang.srt.disaggregation.no_prefill import NoPrefill
 from sglang.srt.disaggregation.step_time import PS, Parts
 from test_prompts_computed_here import FAST_PREFILL, SLOW_PREFILL, UNPACED, arrive, local_loop, played
 
@@ -132,10 +130,6 @@ def test_what_is_measured_is_what_ranks_agree_on():
         pace.note_step(
             SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0], global_num_tokens=None), now=now
         )
-    # A slice of a prompt without a prefill, behind a long prefix, says nothing of a short turn.
-    now += 5
-    stats = SimpleNamespace(log_input_tokens=16, taken_over=True)
-    pace.note_step(SimpleNamespace(forward_mode=extend, prefill_stats=stats, reqs=[0], global_num_tokens=None), now=now)
     # What passes while there is nothing to do is no step's.
     pace.idle()
     pace.note_step(SimpleNamespace(forward_mode=decode, reqs=[0] * 8, global_num_tokens=None), now=now + 50)
@@ -201,15 +195,11 @@ def test_the_result_of_a_step_comes_with_what_it_was_charged(overlap, monkeypatc
     assert charges == [None, None, (320, PROBE * 40)]
 
 
-def test_what_has_no_prefill_waits_for_no_time():
+def test_a_step_waits_until_the_last_one_has_been_earned():
     local = local_loop(4, SLOW_PREFILL).transfer.local
     local.pace.take(list(SLOW_PREFILL))
     local.pace.computed(4, 8)
     assert not local.may_step(8) and local.may_step(0)
-    for receiver, goes in ((None, False), (NoPrefill(1, 9), True)):
-        req = SimpleNamespace(origin_input_ids=[1] * 9, to_finish=None)
-        local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=receiver), 0, True)]
-        assert local.may_step(8) == goes
 
 
 def test_a_time_that_is_believed_too_long_is_measured_again():

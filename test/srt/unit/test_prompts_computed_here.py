@@ -299,9 +299,6 @@ def test_a_step_has_no_more_tokens_than_the_engine_keeps_memory_for(chunk: int, 
     assert (local.policy.step, local.policy.slice) == (step, min(AUTO.slice, step)) and local.policy.most == 40
     # With drafts a prompt is computed in one step, or not here.
     assert Policy.of("40").within(step, slices=False).most == min(40, step)
-    for local.slices in (True, False):
-        decode_req = loop.arrive([1] * 35, max_new=1)
-        assert loop.transfer.takeovers._may_take(decode_req) is (local.slices or step >= 35)
 
 
 # ---- which ----

@@ -13,7 +13,6 @@ from sglang.srt.disaggregation import standstill
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_admission import Transfers
 from sglang.srt.disaggregation.decode_budget import LiveReqs
-from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.standstill import FAR, LEAST_S, Standstills
 from test_followers import asked, queue
 from test_itl_target import estimate, known, target
@@ -175,19 +174,6 @@ def test_what_decode_may_compute_waits_for_no_prefill_that_stands_still(clock):
     queue(world, tokens(120, 100), *(tokens(n, 8) for n in (60, 61, 62, 63)), prefill=HUNG)
     pass_by(world, clock, LEAST_S + 10)
     assert world.transfer.local.waiting
-
-
-def test_what_is_taken_over_from_it_waits_for_no_prefill_that_stands_still(clock):
-    """It counted as that prefill's, and waited for it behind another of its requests."""
-    world, _ = full_of_hung(length=100, **LOCAL)
-    ready = queue(world, tokens(3, 100), prefill=HUNG)
-    lost = world.arrive(tokens(4, 100), prefill=HUNG)
-    world.step()
-    lost.kv_receiver.state, lost.kv_receiver.lost = KVPoll.Failed, True
-    world.step()
-    assert is_taken_over(lost)
-    pass_by(world, clock, LEAST_S + 10)
-    assert world.transfer.local.waiting and asked(ready) == [True] and lost not in world.queue.queue
 
 
 def test_a_retracted_request_comes_back_beside_transfers_that_stand_still(clock):

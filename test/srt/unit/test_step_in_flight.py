@@ -17,7 +17,6 @@ from ranks import assert_same
 from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.managers import flush_agreement
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 
@@ -107,7 +106,7 @@ class Play:
             decode_req.kv_receiver.abort()
 
     def in_transfer(self) -> list[DecodeRequest]:
-        return [dr for dr in self.loop.transfer.queue if not is_taken_over(dr)]
+        return list(self.loop.transfer.queue)
 
     def abort(self, index: int) -> None:
         decode_req = self.pick(self.live, index)

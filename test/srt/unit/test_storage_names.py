@@ -283,7 +283,7 @@ CHANGE_NONE = """
     enable_pdmux pdmux_config_path sm_group_num enable_broadcast_mm_inputs_process enable_prefix_mm_cache
     mm_enable_dp_encoder mm_process_config limit_mm_data_per_request enable_mm_global_cache
     disaggregation_decode_enable_radix_cache disaggregation_decode_admission disaggregation_decode_max_overtaken
-    disaggregation_decode_verify_pages disaggregation_decode_local_prefill disaggregation_decode_local_prefill_after
+    disaggregation_decode_verify_pages disaggregation_decode_local_prefill
     disaggregation_decode_itl_target disaggregation_decode_ttft_target disaggregation_prefill_read_decode
     enable_pegaflow pegaflow_endpoint pegaflow_allow_non_loopback
 """

@@ -26,7 +26,6 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
-from sglang.srt.disaggregation.no_prefill import NoPrefill
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from waiting import until
 
@@ -283,17 +282,6 @@ def test_words_are_spread_over_steps_and_fall_behind_in_none(monkeypatch: pytest
     for request in waiting:
         each = [began, *request.told, clock.now]
         assert max(later - before for before, later in pairwise(each)) < 2 * 75 < 300
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_prefill_is_not_told_of_what_decode_has_taken_over(monkeypatch: pytest.MonkeyPatch, told: bool):
-    """What it waits for has no prefill any more, and was lost for that."""
-    telling = Telling(monkeypatch, 300, 300)
-    telling.step(40 * told)
-    for request in telling.waiting:
-        request.kv_receiver = NoPrefill(1, 10)
-    telling.step(150)
-    assert all(len(request.told) == told for request in telling.waiting) and not telling.announcements.listeners
 
 
 def test_what_has_ended_is_not_kept_to_be_told_of_again(monkeypatch: pytest.MonkeyPatch):

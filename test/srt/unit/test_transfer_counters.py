@@ -176,11 +176,10 @@ def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, rank
     counters.ended(SimpleNamespace(status_code=500, message="timed out"))
     counters.blocked()
     counters.itl_held()
-    counters.taken_over()
     counters.overtaken(1)
     counters.followed(4, 0.5)
     counters.host({"loaded": 4, "storage": {"fetched": 4}})
-    assert len(told(registry)) == (0 if ranks else 15)
+    assert len(told(registry)) == (0 if ranks else 14)
     # What each rank finds out for itself.
     counters.mismatched()
     counters.lost_peer()

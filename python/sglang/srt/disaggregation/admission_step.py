@@ -16,7 +16,6 @@ from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.host_loads import HostLoads
-from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.standstill import Standstills
 from sglang.srt.mem_cache.prefix_reader import NOTHING
@@ -267,13 +266,13 @@ class Admission:
             # Another request of this step may have become its leader.
             policy.find_leader(entry, now)
             if entry.coming:
-                entry.local = is_taken_over(decode_req)
+                entry.local = False
                 return None
         entry.coming = 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
         entry.stored = self._loads.found(entry, found) if may_match and self._loads is not None else NOTHING
         held = entry.stored if entry.stored.length else found
-        entry.local = is_taken_over(decode_req) or (may_match and entry.peer_drops and self._computes(req, held, live))
+        entry.local = may_match and entry.peer_drops and self._computes(req, held, live)
         if entry.local and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]

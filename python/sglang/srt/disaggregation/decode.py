@@ -45,7 +45,6 @@ from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_ima
 from sglang.srt.disaggregation.prefix_loads import PrefixLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
-from sglang.srt.disaggregation.takeover import NoTakeovers, first_reason, make_takeovers, reason_of
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
 from sglang.srt.environ import envs
 from sglang.srt.managers.lora_batch import held_back, joins
@@ -143,8 +142,8 @@ class DecodeRequest(engine.DecodeRequest):
         """Have the next reduction fail this request."""
         if isinstance(error, Exception):
             logger.error("Request %s", self.req.rid, exc_info=error)
-            error = reason_of(error)
-        self.error = first_reason(self.error, error)
+            error = f"{type(error).__name__}: {error}"
+        self.error = error if self.error is None else self.error
 
     def poll(self) -> int:
         """What the receiver says, or whether it is computed here; not before what is copied for it has come."""
@@ -235,7 +234,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
         )
         self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler), self.ranks, gate)
-        self.transfer_queue.takeovers = make_takeovers(self)
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -355,7 +353,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return self.schedule.agree(window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_))
 
     def _take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
-        polls = self.transfer_queue.takeovers.take_waiting(requests, polls)
         hear_reasons(requests, polls, self.gloo_group)
         failed = take_polls(requests, polls)
         for _ in range(failed if self.scheduler.enable_metrics else 0):
@@ -428,7 +425,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self.quarantine: list[DecodeRequest] = []
         # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
         self.local: LocalPrefills | None = None
-        self.takeovers = NoTakeovers()
         self.gate: ItlGate | None = None
         self.arrived: list[Req] = []
         self._collected = False
@@ -470,12 +466,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         arrived: list[Req] = []
         ended: list[Req] = []
         still: list[DecodeRequest] = []
-        taken = self.takeovers.take_transfers(self.queue, polls)
         hear_reasons(self.queue, polls, self.gloo_group)
         for decode_req, poll in zip(self.queue, polls, strict=False):
-            if id(decode_req) in taken:
-                self._set_aside(decode_req, released, closed=False)
-            elif poll == KVPoll.Failed:
+            if poll == KVPoll.Failed:
                 self._fail(decode_req)
                 ended.append(decode_req.req)
                 self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)

@@ -186,9 +186,6 @@ class Announcements:
     def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float, ranks: list[dict] | None) -> int:
         """Tell a prefill, or these of its ranks, of a request. Returns the messages; 0 if the handshake is not done."""
         receiver = decode_req.kv_receiver
-        if not isinstance(receiver, CommonKVReceiver):
-            # It has been taken over since.
-            return 1
         try:
             # Behind the window it is not polled.
             receiver.shake_hands()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
 from sglang.srt.disaggregation.decode_prefix import has_images
-from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
@@ -87,8 +86,6 @@ def takes_prefix(decode_req: DecodeRequest) -> bool:
 def peer_drops(decode_req: DecodeRequest) -> bool:
     """Whether the prefill of a request drops it if its prompt is computed here."""
     receiver = decode_req.kv_receiver
-    if is_taken_over(decode_req):
-        return True
     return takes_prefix(decode_req) and receiver.kv_mgr.prefills.drops(receiver.bootstrap_addr)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.deferred_release import let_go
-from sglang.srt.disaggregation.no_prefill import is_taken_over
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -72,7 +71,6 @@ class HostLoads:
             "KV of %s is not copied from host memory: it comes as if it were not there", req.rid, exc_info=error
         )
         self._tier.failed_loads += 1
-        # Without a prefill the rest is computed here all the same.
-        decode_req.entry.local = is_taken_over(decode_req)
+        decode_req.entry.local = False
         let_go(decode_req, self._tier.tree)
         return held

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.step_time import PS, Parts, StepTimes, StepWatch, has_prompts, has_taken_over
+from sglang.srt.disaggregation.step_time import PS, Parts, StepTimes, StepWatch, has_prompts
 
 __all__ = ["Charge", "Pace", "note_charge"]
 
@@ -92,7 +92,7 @@ class Pace:
             requests = len(batch.reqs) if mode.is_decode() else max(everywhere, default=0)
             if requests and not has_prompts(batch):
                 self._decode.note(requests, 0, seconds)
-        elif mode.is_extend() and batch.prefill_stats is not None and not has_taken_over(batch):
+        elif mode.is_extend() and batch.prefill_stats is not None:
             self._computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
             charge: Charge | None = getattr(batch.prefill_stats, "charge", None)
             if charge is not None:

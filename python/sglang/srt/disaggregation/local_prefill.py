@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_pace import Pace
-from sglang.srt.disaggregation.no_prefill import is_taken_over
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_time import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -84,8 +83,6 @@ class Policy(NamedTuple):
 
 # A chat's turn has fewer than 128 tokens. How often 64 may lengthen a step of others: local_pace.py.
 AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=512, paced=True)
-# Of so many steps one goes by the order of admission alone.
-IN_TURN = 4
 
 
 def needs_prefill(model: str | None) -> str | None:
@@ -122,11 +119,6 @@ class LocalReq:
     def left(self) -> int:
         """Tokens of the prompt that no step computes yet."""
         return len(self.req.origin_input_ids) - self.done
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the policy has it computed here; others, of any length, would have no prefill."""
-        return not is_taken_over(self.decode_req)
 
 
 class Slice(NamedTuple):
@@ -249,8 +241,8 @@ class LocalPrefills:
 
     @property
     def queued(self) -> int:
-        """Tokens of short remainders that no step computes yet."""
-        return sum(one.left for one in self.waiting if one.is_short)
+        """Tokens of prompts that no step computes yet."""
+        return sum(one.left for one in self.waiting)
 
     def reqs(self) -> list[Req]:
         """The requests that all ranks know to be here and that do not decode, those in the last step included."""
@@ -290,7 +282,7 @@ class LocalPrefills:
     # ---- admission: see `PrefillDeltas` ----
 
     def request(self, decode_req: DecodeRequest) -> None:
-        """Take over a request that has its memory, and have its prefill drop it.
+        """Take in a request that has its memory, and have its prefill drop it.
 
         One that could not get it on this rank, too: the others do not know, and decide by what is here. The next poll
         fails it on all. A step in flight comes before ours in the stream, so it need not be waited for.
@@ -305,7 +297,7 @@ class LocalPrefills:
         receiver = decode_req.kv_receiver
         receiver.conclude_state = KVPoll.Success
         receiver.end()
-        if self._tells and receiver.bootstrap_addr is not None:
+        if self._tells:
             tell_prefill(receiver.bootstrap_addr, req.bootstrap_room)
 
     def agree(self, decode_req: DecodeRequest) -> bool:
@@ -363,19 +355,14 @@ class LocalPrefills:
         return None if batch is None else (batch, [one.req for one in self.waiting])
 
     def may_step(self, decoding: int) -> bool:
-        """Whether the next step may be one over prompts, for which ``decoding`` requests wait.
-
-        Prompts without a prefill do not wait for it: they could be long, and nobody else computes them.
-        """
-        if not decoding or not self.policy.paced or self.pace.has_time:
-            return True
-        return any(one.agreed and not one.is_short for one in self.waiting)
+        """Whether the next step may be one over prompts, for which ``decoding`` requests wait."""
+        return not decoding or not self.policy.paced or self.pace.has_time
 
     def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
-        """What the next step computes: short remainders, then others, both in order of admission.
+        """What the next step computes, in order of admission.
 
-        In some steps all in that order: however many short ones come, the others go on. All end with a page, or with
-        their prompt; the last one may be a part of its prompt. fits: whether the step can have this request too.
+        All end with a page, or with their prompt; the last one may be a part of its prompt. fits: whether the step can
+        have this request too.
         """
         return list(self._pick(most_tokens, most_reqs, fits))
 
@@ -387,13 +374,12 @@ class LocalPrefills:
         """
         if not decoding:
             return self.policy.step
-        waiting = sum(one.agreed and one.is_short for one in self.waiting)
+        waiting = sum(one.agreed for one in self.waiting)
         return self.bound(min(self.policy.step, self.policy.slice * max(1, waiting // decoding)))
 
     def _pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> Iterator[Slice]:
         page, picked = self._tree.page_size, 0
-        in_turn = self.steps.launched % IN_TURN == 0
-        for one in self.waiting if in_turn else sorted(self.waiting, key=lambda one: not one.is_short):
+        for one in self.waiting:
             if picked >= most_reqs or most_tokens <= 0:
                 return
             if not one.agreed or one.req.to_finish or not fits(one.req):

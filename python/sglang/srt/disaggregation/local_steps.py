@@ -12,7 +12,6 @@ from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.local_pace import note_charge
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.disaggregation.step_time import note_taken_over
 from sglang.srt.managers.lora_batch import AdapterTurns, running_and_waiting
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -141,8 +140,7 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     if not slices:
         return None
     batch = launch(scheduler, local, slices)
-    if all(one.is_short for one, _ in slices):
-        note_charge(batch, local.pace.computed(batch.prefill_stats.log_input_tokens, decoding))
+    note_charge(batch, local.pace.computed(batch.prefill_stats.log_input_tokens, decoding))
     batch = scheduler.maybe_prepare_mlp_sync_batch(batch)
     set_schedule_time_batch(batch)
     return batch
@@ -263,7 +261,6 @@ def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:
         num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, scheduler.enable_priority_scheduling),
         num_new_seqs=len(reqs),
     )
-    note_taken_over(batch, not all(one.is_short for one, _ in slices))
     if getattr(scheduler, "future_map", None) is not None:
         ScheduleBatch.future_map = scheduler.future_map
     return batch

@@ -184,7 +184,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     def drop_computed(self, room: int) -> None:
         """Forget the request of a room that decode computes itself, in the same step on all ranks.
 
-        One that decode has asked for, and waited for in vain, ends as soon as nothing is being written for it.
+        One that decode has asked for all the same ends as soon as nothing is being written for it.
         """
         waiting = self.grammar_manager.grammar_queue
         waiting[:] = [req for req in waiting if req.bootstrap_room != room]

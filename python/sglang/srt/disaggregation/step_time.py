@@ -30,8 +30,6 @@ __all__ = [
     "StepTimes",
     "StepWatch",
     "has_prompts",
-    "has_taken_over",
-    "note_taken_over",
 ]
 
 # Picoseconds in a second: ranks agree on whole numbers, and compute with nothing else.
@@ -294,17 +292,6 @@ class StepWatch:
 def has_prompts(batch: Any) -> bool:
     """Whether a step computes prompts, on this or another of the DP ranks that step together."""
     return bool(getattr(batch, "is_extend_in_batch", False))
-
-
-def note_taken_over(batch: Any, taken_over: bool) -> None:
-    """Note with a step over prompts whether one of these has no prefill: such steps say nothing of a short turn's."""
-    # Its copies have the same.
-    batch.prefill_stats.taken_over = taken_over
-
-
-def has_taken_over(batch: Any) -> bool:
-    """What `note_taken_over` has noted."""
-    return bool(getattr(batch.prefill_stats, "taken_over", False))
 
 
 class OtherRanks:

@@ -17,13 +17,15 @@ from typing import Any
 from sglang.srt.disaggregation import heard_reasons
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
-from sglang.srt.disaggregation.no_prefill import ABORTED
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.utils.network import NetworkAddress
 
 __all__ = ["SchedulerAbortMixin"]
+
+# As the engine has it.
+ABORTED = "Aborted by AbortReq."
 
 # The engine's scheduler comes behind.
 Base: Any = object
@@ -63,7 +65,7 @@ class SchedulerAbortMixin(Base):
             local.abort(matches)
             for dr in [*self.disagg_decode_prealloc_queue.queue, *self.disagg_decode_transfer_queue.queue]:
                 if matches(dr.req):
-                    # Whatever becomes of its prefill now.
+                    # The room of one that is computed here has ended: no reason is recorded of it.
                     dr.lose(ABORTED)
         for req in leaving:
             if isinstance(req.disagg_kv_sender, CommonKVSender):

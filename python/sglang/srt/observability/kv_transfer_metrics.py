@@ -87,9 +87,6 @@ class KvTransferCounters:
             self._moved = counter("decode_transferred_tokens", "Prompt tokens whose KV prefill sent.")
             self._computed = counter("decode_computed_tokens", "Prompt tokens that decode computed itself.")
             self._local = counter("decode_local_prefills", "Requests of which prefill computed and sent nothing.")
-            self._taken_over = counter(
-                "decode_taken_over_requests", "Requests computed on decode since their prefill is gone or late."
-            )
             self._blocked = counter(
                 "decode_admissions_blocked", "Times that whose turn it was found no KV memory; others wait too."
             )
@@ -165,11 +162,6 @@ class KvTransferCounters:
             if computed:
                 self._computed.inc(computed)
                 self._local.inc()
-
-    def taken_over(self) -> None:
-        """Decode computes a request since its prefill is gone or late."""
-        if self._counts_requests:
-            self._taken_over.inc()
 
     def blocked(self) -> None:
         if self._counts_requests:

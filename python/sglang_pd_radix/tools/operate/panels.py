@@ -116,11 +116,8 @@ WORTH_IT = (
     ),
     Panel(
         "Prompts that decode computes itself",
-        "Requests of which prefill computed and sent nothing, and those of them whose prefill is gone or late.",
-        (
-            _counted("decode_local_prefills_total", "all"),
-            _counted("decode_taken_over_requests_total", "prefill is gone or late"),
-        ),
+        "Requests of which prefill computed and sent nothing.",
+        (Query(_rate("decode_local_prefills_total"), _WHO),),
         "reqps",
     ),
 )

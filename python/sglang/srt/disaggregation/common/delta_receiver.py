@@ -24,7 +24,6 @@ from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected,
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
-from sglang.srt.disaggregation.no_prefill import PrefillGone
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +143,6 @@ class DeltaReceiver(Base):
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
     fenced = False
     quarantine_s = property(_quarantine_s)
-    # Whether prefill has been told of the end in another way, and is told in this one if it goes on all the same.
-    tells_later = False
     # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
     bootstrap_infos: list[dict] | None = None
     required_prefill_response_num = 0
@@ -200,13 +197,12 @@ class DeltaReceiver(Base):
             if not isinstance(e, ConnectionError):
                 logger.exception("Handshake of room %s with prefill %s", self.bootstrap_room, self.bootstrap_addr)
             manager.forget_connections(self.bootstrap_addr)
-            reason = f"the handshake with prefill {self.bootstrap_addr} failed: {type(e).__name__}: {e}"
-            self.fail(PrefillGone(reason) if isinstance(e, (ConnectionError, NotTaken)) else reason)
+            self.fail(f"the handshake with prefill {self.bootstrap_addr} failed: {type(e).__name__}: {e}")
         if self.bootstrap_addr not in manager.prefill_info_table:
             # Lost in the meantime.
             manager.forget_connections(self.bootstrap_addr)
             if self.conclude_state == KVPoll.Failed:
-                self.fail(PrefillGone(f"prefill {self.bootstrap_addr} is gone: it was lost in the meantime"))
+                self.fail(f"prefill {self.bootstrap_addr} is gone: it was lost in the meantime")
 
     def _setup_bootstrap_infos(self) -> None:
         """Wraps the engine's questions to the bootstrap server, which a thread puts with a radix cache.
@@ -316,15 +312,6 @@ class DeltaReceiver(Base):
         self.kv_mgr.fail_room(self.bootstrap_room, reason)
         self.conclude_state = KVPoll.Failed
 
-    def lost_prefill(self) -> bool | None:
-        """Whether this request has failed since its prefill is gone or silent; None where no reason is known here."""
-        reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
-        if reason is None:
-            return None
-        # The engine's time-out of a transfer is a reason of its own.
-        asked = self.state.asked and self.init_time is not None
-        return isinstance(reason, PrefillGone) or (asked and self._is_overdue())
-
     def cancel(self) -> None:
         """End this request and tell prefill, where it understands that, to write no more for it.
 
@@ -340,8 +327,7 @@ class DeltaReceiver(Base):
             self.end()
         if self.peer_takes_prefix:
             self.state.untold, self.state.told_at = self._writers(), time.monotonic()
-            if not self.tells_later:
-                self.state.tell(self.bootstrap_room, self._cancel_at)
+            self.state.tell(self.bootstrap_room, self._cancel_at)
 
     def _cancel_at(self, peer: dict) -> None:
         self._send_to(peer, self._notice(CANCEL))

@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
 from sglang.srt.disaggregation.common.peer_watch import host_and_port
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.no_prefill import PrefillGone
 from sglang.srt.disaggregation.peer_calls import in_background
 from sglang.srt.environ import envs
 
@@ -301,12 +300,12 @@ class PrefillPeers:
         now = time.monotonic()
         first, last = self._refusing.get(addr, (now, 0.0))
         if last > since and last - first >= REFUSING_S:
-            return PrefillGone(f"prefill {addr} is gone: it refuses connections")
+            return f"prefill {addr} is gone: it refuses connections"
         at, reason = self._unusable.get(addr, (0.0, ""))
         if at > since:
             return f"prefill {addr} cannot be used: {reason}"
         if not is_known and now - since > UNANSWERED_S:
-            return PrefillGone(f"prefill {addr} has not answered for {UNANSWERED_S} s")
+            return f"prefill {addr} has not answered for {UNANSWERED_S} s"
         if now - since > timeout_s:
-            return PrefillGone(f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it")
+            return f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
         return None

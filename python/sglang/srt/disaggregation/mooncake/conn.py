@@ -31,7 +31,6 @@ from sglang.srt.disaggregation.mooncake.staging import StagingKVManager
 from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
 from sglang.srt.disaggregation.mooncake.wire import Peer
-from sglang.srt.disaggregation.no_prefill import PrefillGone
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -296,7 +295,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         for room in self.lose_prefill(failed_bootstrap_addr):
             if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
                 reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
-                self.fail_room(room, PrefillGone(reason))
+                self.fail_room(room, reason)
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""

@@ -35,7 +35,6 @@ from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
 from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
-from sglang.srt.disaggregation.no_prefill import PrefillGone
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -301,7 +300,7 @@ class NixlKVManager(engine.NixlKVManager):
             return super()._handle_node_failure(failed_bootstrap_addr)
         for room in self.lose_prefill(failed_bootstrap_addr):
             status = self.transfer_statuses.get(room)
-            reason = PrefillGone(f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})")
+            reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
             if status is not None:
                 # All may have come: its next poll reads the notifications first.
                 status.lost = reason
