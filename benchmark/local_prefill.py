@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     common = ["--enable-metrics", "--max-total-tokens", "65536", "--page-size", str(args.page)]
     common += ["--chunked-prefill-size", "2048", *args.options.split()]
     local = [RADIX_FLAG, LOCAL_FLAG, args.local]
-    workers: dict[str, Any] = {"decode_args": [[], [RADIX_FLAG], local], "prefill_args": [[]]}
+    workers: dict[str, Any] = {"decode_args": [[], [RADIX_FLAG, LOCAL_FLAG, "off"], local], "prefill_args": [[]]}
     if args.read:
         workers = {"decode_args": [*workers["decode_args"], local], "prefill_args": [[], [READ_FLAG, str(args.read)]]}
     workers |= {role: len(workers[f"{role}_args"]) for role in ("prefill", "decode")}

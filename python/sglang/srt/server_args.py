@@ -98,7 +98,7 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_verify_pages:
         raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_local_prefill not in (None, "off"):
+    if args.disaggregation_decode_local_prefill not in (None, "off", "false"):
         raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_itl_target is not None:
         raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
@@ -299,7 +299,8 @@ class ServerArgs(engine.ServerArgs):
         from sglang.srt.disaggregation.local_prefill import Policy
 
         given = self.disaggregation_decode_local_prefill
-        Policy.of(given or "auto")
+        if Policy.of("auto" if given is None else given) is None:
+            given = self.disaggregation_decode_local_prefill = "off"
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
         if given is None:

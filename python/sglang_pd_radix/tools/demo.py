@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local-prefill",
         default="auto",
         metavar="WHICH",
-        help=f"{chat_local.LOCAL_FLAG} of a third run; off: no third run (default: auto)",
+        help=f"{chat_local.LOCAL_FLAG} of a third run, auto is its default; off: no third run (default: auto)",
     )
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the made model and the logs (default: a new temporary one)"

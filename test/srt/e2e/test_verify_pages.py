@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import requests
-from pd import FLAG, Pair, conversations, counter, log_of, words
+from pd import FLAG, Pair, conversations, counter, generate_body, log_of, words
+
+from sglang_pd_radix.tools.cluster import named_gateway
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
@@ -66,3 +68,22 @@ def test_unverified_it_is_answered_with(cluster):
     pair.flush(pair.decode_url)
     whole = pair(prompt, 8, **even, return_logprob=True)
     assert spoilt["meta_info"]["output_token_logprobs"][1:] != whole["meta_info"]["output_token_logprobs"][1:]
+
+
+@pytest.mark.parametrize("router", ["smg", "sglang-router"])
+def test_a_gateway_retries_what_fails_after_prefill_has_answered(clusters, model, backend, router):
+    """Prefill answers when a prompt has been computed. Decode reports what fails then, and that is retried."""
+    broken = {"PYTHONPATH": str(Path(__file__).parent / "spoilt_pages")}
+    options = {"gateway": named_gateway(router), "common_args": ["--page-size", "16"], "backend": backend}
+    cluster = clusters.get(model, decode_args=[[FLAG, VERIFY]], decode_env=[broken], **options)
+    rnd = random.Random(8)
+    replies = [
+        requests.post(cluster.router_url + "/generate", json=generate_body(words(rnd, 70), 8), timeout=60)
+        for _ in range(12)
+    ]
+    assert [reply.status_code for reply in replies] == [200] * 12
+    assert all(len(reply.json()["output_ids"]) == 8 for reply in replies)
+    # Every odd room, and a gateway has a new one for each attempt.
+    assert counter(cluster.decode_urls[0], MISMATCHES) > 0
+    assert log_of(cluster, cluster.prefill_urls[0]).count('POST /generate HTTP/1.1" 200') >= 12
+    Pair(cluster).check_idle()

@@ -95,6 +95,7 @@ def test_stages_of_a_request_that_prefill_sends():
         "prefill: compute, last step": 30,
         "prefill: computed → KV sent": 8,
         "prefill: KV sent → response": 27,
+        "prefill: computed → response": 35,
         "decode admits it → prefill knows": 1,
         "prefill has computed it → decode has its KV": 10,
         "prefill's response after decode's first token": 15,

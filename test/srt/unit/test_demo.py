@@ -37,7 +37,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
 
     def cluster(model: str, **options: Any) -> Deployment:
         made.append({"model": model, **options})
-        local = chat_local.LOCAL_FLAG in options["decode_args"]
+        local = "auto" in options["decode_args"]
         return Deployment(cached=RADIX_FLAG in options["decode_args"], computes=12 if local else 0)
 
     monkeypatch.setattr(demo, "Cluster", cluster)
@@ -57,7 +57,7 @@ def test_the_command(no_cluster: list[dict[str, Any]], tmp_path: Path, capsys: p
     )
     assert demo.run(args) == 0
     off, on, local = no_cluster
-    assert off["decode_args"] == [] and on["decode_args"] == [RADIX_FLAG]
+    assert off["decode_args"] == [] and on["decode_args"] == [RADIX_FLAG, chat_local.LOCAL_FLAG, "off"]
     assert local["decode_args"] == [RADIX_FLAG, chat_local.LOCAL_FLAG, "auto"]
     assert off["common_args"] == on["common_args"] == local["common_args"] and off["common_args"][:5] == [
         *("--tp", "2", "--api-key", "a secret", "--enable-metrics")

@@ -229,7 +229,8 @@ def test_every_command_is_one(page):
     text = code(page).replace("\\\n", " ")
     wrong = []
     for line in re.findall(r"(?<![\w-])pd-radix ([^\n`#|]+)", text):
-        words = line.split(" -- ")[0].split()
+        # What is in quotes are options of the engine.
+        words = re.sub(r"(['\"]).*?\1", "", line).split(" -- ")[0].split()
         if not re.fullmatch(r"[a-z][a-z-]*", words[0]) or words[0] in ("command", "checkout"):
             continue
         if words[0] not in COMMANDS:

@@ -71,6 +71,10 @@ def test_short_remainders_of_prompts_are_computed_on_decode_unless_that_is_off(p
     assert parse(*DECODE, FLAG).disaggregation_decode_local_prefill == "auto"
     assert parse(*DECODE, FLAG, option, "off").disaggregation_decode_local_prefill == "off"
     parse(*DECODE, option, "off")
+    # What YAML makes of it.
+    assert parse(*DECODE, FLAG, option, "false").disaggregation_decode_local_prefill == "off"
+    with pytest.raises(ValueError, match="give off, auto or 1 token"):
+        parse(*DECODE, FLAG, option, "")
     with pytest.raises(ValueError, match=f"{option} needs {FLAG}"):
         parse(*DECODE, option, "auto")
 

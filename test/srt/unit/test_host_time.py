@@ -46,7 +46,7 @@ def scheduler(monkeypatch):
     made.told = []
     monkeypatch.setattr(MESSAGES, "stream_output_generation", lambda self, reqs, *_: self.told.append(reqs))
     monkeypatch.setattr(ENGINE, "process_batch_result", lambda self, batch, result: None)
-    made.tree_cache = object.__new__(ChunkCache)
+    made.tree_cache, made.disaggregation_mode = object.__new__(ChunkCache), DisaggregationMode.DECODE
     return made
 
 

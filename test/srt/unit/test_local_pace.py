@@ -9,13 +9,25 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation import local_pace
 from sglang.srt.disaggregation.decode_admission import Transfers
-from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, PROBE, Pace, note_charge
+from sglang.srt.disaggregation.local_pace import AHEAD, MANY, ONE_IN, ONE_IN_SLOW, PROBE, SLOW, Pace, note_charge
+from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq
 from sglang.srt.disaggregation.step_time import PS, Parts
 from test_prompts_computed_here import FAST_PREFILL, SLOW_PREFILL, UNPACED, arrive, local_loop, played
 
 MS = PS // 1000
 SLICE = 64
+
+
+@pytest.fixture(autouse=True)
+def never_slow(monkeypatch):
+    """Prefill is not taken for one that takes many times as long, but where a test is about that."""
+    monkeypatch.setattr(local_pace, "SLOW", 10**9)
+
+
+def is_sooner(pace: Pace, *asked: int) -> bool:
+    return pace.wait(*asked) is not None
 
 
 def pace_of(step_ms: int, fixed_ms: int, transfer_ms: int = 0, per_token_us: int = 100) -> Pace:
@@ -78,40 +90,40 @@ def test_while_nobody_decodes_nothing_is_paid_and_all_is_earned():
 
 def test_a_remainder_that_would_wait_longer_than_prefill_takes_is_prefills():
     pace = pace_of(20, 50, transfer_ms=300)
-    assert pace.is_sooner(40, 0, SLICE, 8)
+    assert is_sooner(pace, 40, 0, SLICE, 8)
     pace.computed(40, 8)
     # 54 ms, of which each step of 20 earns 1: more than 1000 ms.
-    assert not pace.is_sooner(40, 0, SLICE, 8)
-    assert pace_of(20, 50, transfer_ms=5000).is_sooner(40, 0, SLICE, 8)
+    assert not is_sooner(pace, 40, 0, SLICE, 8)
+    assert is_sooner(pace_of(20, 50, transfer_ms=5000), 40, 0, SLICE, 8)
     pace.take([20 * MS, 50 * MS, MS // 10, 0, 2000 * MS, 0, 0])
-    assert pace.is_sooner(40, 0, SLICE, 8)
+    assert is_sooner(pace, 40, 0, SLICE, 8)
     # With others before it that fill steps.
-    assert not pace.is_sooner(40, 3 * SLICE, SLICE, 8)
+    assert not is_sooner(pace, 40, 3 * SLICE, SLICE, 8)
     while not pace.has_time:
         pace.decoded(8, SLICE)
     # Prefill is sooner than the step itself, or nothing is known of it.
     pace.take([20 * MS, 50 * MS, MS // 10, 0, 50 * MS, 0, 0])
-    assert not pace.is_sooner(40, 0, SLICE, 8)
+    assert not is_sooner(pace, 40, 0, SLICE, 8)
     pace.take([20 * MS, 50 * MS, MS // 10, 0, 0, 0, 0])
-    assert pace.is_sooner(40, 0, SLICE, 8), "without a wait, where nothing is known of prefill"
+    assert is_sooner(pace, 40, 0, SLICE, 8), "without a wait, where nothing is known of prefill"
     pace.computed(40, 8)
-    assert not pace.is_sooner(40, 0, SLICE, 8)
+    assert not is_sooner(pace, 40, 0, SLICE, 8)
 
 
 def test_what_all_that_decode_lose_counts_against_what_one_gains():
     """A step of 54 ms, and no wait: one of 64 gains 200 - 54 ms, all of them lose 54."""
     pace = pace_of(20, 50, transfer_ms=200)
-    assert pace.is_sooner(40, 0, SLICE, 8)
-    assert not pace.is_sooner(40, 0, SLICE, 64)
+    assert is_sooner(pace, 40, 0, SLICE, 8)
+    assert not is_sooner(pace, 40, 0, SLICE, 64)
     # A busy prefill.
-    assert pace_of(20, 50, transfer_ms=4000).is_sooner(40, 0, SLICE, 64)
+    assert is_sooner(pace_of(20, 50, transfer_ms=4000), 40, 0, SLICE, 64)
 
 
 def test_nothing_is_known_at_first_and_nothing_held_back():
     pace = Pace()
     assert pace.own() == [0] * pace.width
     for _ in range(5):
-        assert pace.has_time and pace.is_sooner(64, 500, SLICE, 8)
+        assert pace.has_time and is_sooner(pace, 64, 500, SLICE, 8)
         pace.computed(64, 8)
 
 
@@ -192,7 +204,7 @@ def test_the_result_of_a_step_comes_with_what_it_was_charged(overlap, monkeypatc
     script = {1: arrive([1] * 9, max_new=120), 12: arrive([1] * 8 + [3] * 4, max_new=1)}
     played(script, measured=SLOW_PREFILL, size=256, overlap=overlap)
     # 300 ps, 5 for a token; of one request each decode step earns 8 twentieths.
-    assert charges == [None, None, (320, PROBE * 40)]
+    assert charges == [None, None, (320, PROBE * 40, ONE_IN)]
 
 
 def test_a_step_waits_until_the_last_one_has_been_earned():
@@ -208,11 +220,11 @@ def test_a_time_that_is_believed_too_long_is_measured_again():
     taken = []
     for step in range(3 * PROBE):
         pace.decoded(16, SLICE)
-        if pace.is_sooner(SLICE, 0, SLICE, 16):
+        if is_sooner(pace, SLICE, 0, SLICE, 16):
             pace.computed(SLICE, 16)
             taken.append(step)
     assert 1 <= len(taken) <= 3 and taken[0] == PROBE - 1
-    assert not pace.is_sooner(SLICE, 0, SLICE, 16)
+    assert not is_sooner(pace, SLICE, 0, SLICE, 16)
 
 
 # ---- what steps have taken ----
@@ -251,7 +263,7 @@ class Worker:
                 self.pace.take(self.pace.own())
             self.pace.decoded(self.requests, SLICE)
             self.decode()
-            if self.pace.has_time and self.pace.is_sooner(SLICE, 0, SLICE, self.requests):
+            if self.pace.has_time and is_sooner(self.pace, SLICE, 0, SLICE, self.requests):
                 self.compute(seconds())
 
 
@@ -283,10 +295,10 @@ def test_after_so_many_steps_one_is_taken_however_many_decode_by_then():
     pace = pace_of(20, 800, transfer_ms=300)
     pace.computed(SLICE, 1)
     for _ in range(PROBE):
-        assert not pace.has_time and not pace.is_sooner(SLICE, 0, SLICE, 64)
+        assert not pace.has_time and not is_sooner(pace, SLICE, 0, SLICE, 64)
         pace.decoded(64, SLICE)
-    assert pace.has_time and pace.is_sooner(SLICE, 0, SLICE, 64)
-    assert not pace.is_sooner(SLICE, SLICE, SLICE, 64), "one, and not all that come by then"
+    assert pace.has_time and is_sooner(pace, SLICE, 0, SLICE, 64)
+    assert not is_sooner(pace, SLICE, SLICE, SLICE, 64), "one, and not all that come by then"
 
 
 def test_what_is_known_late_is_paid_with_what_was_earned_meanwhile():
@@ -349,3 +361,75 @@ def test_all_ranks_count_what_the_first_has_measured():
             other.compute(0.05)
         assert first.pace.spare == other.pace.spare
     assert len(first.taken) > 50
+
+
+# ---- where prefill takes many times as long ----
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.2])
+def test_behind_a_slow_prefill_the_part_is_larger_and_kept(seconds, monkeypatch):
+    monkeypatch.setattr(local_pace, "SLOW", SLOW)
+    worker = Worker(0.02, transfer=40.0)
+    worker.run(20000, lambda: seconds)
+    lost = sum(each for _, each in worker.taken)
+    assert lost == pytest.approx(worker.decoded * worker.step / ONE_IN_SLOW, rel=0.05)
+
+
+def test_when_a_prefill_is_slow(monkeypatch):
+    """By what a step costs all that wait for it: 50 ms and 6.4 for its tokens, and of 8 half as much again."""
+    monkeypatch.setattr(local_pace, "SLOW", SLOW)
+    for requests, most_ms in ((0, 56.4), (8, 56.4 * 1.5), (64, 56.4 * 5)):
+        for times, slow in ((0.98, False), (1.02, True)):
+            pace = pace_of(20, 50, transfer_ms=round(times * SLOW * most_ms))
+            pace.decoded(requests, SLICE)
+            assert pace.is_slow(requests) == slow
+    unknown = pace_of(20, 50)
+    assert not unknown.is_slow(8)
+
+
+def test_more_may_wait_and_be_owed_where_prefill_is_slow():
+    """A turn that went there after all would be the slowest of all."""
+    assert AUTO.should_compute(60, 190, 0, True) and not AUTO.should_compute(60, 200, 0, True)
+    assert AUTO.should_compute(60, 200, 0, True, slow=True) and not AUTO.should_compute(60, 2000, 0, True, slow=True)
+    assert AUTO.should_compute(60, 0, 450, True) and not AUTO.should_compute(60, 0, 460, True)
+    assert AUTO.should_compute(60, 0, 460, True, slow=True) and not AUTO.should_compute(60, 0, 4090, True, slow=True)
+
+
+def test_a_request_waits_no_longer_than_expected():
+    """Whatever has been earned by then: of what was expected of steps, they may have taken twice as long."""
+    local = local_loop(4, SLOW_PREFILL).transfer.local
+    pace = local.pace
+    pace.take(list(SLOW_PREFILL))
+    pace.decoded(8, 4)
+    pace.computed(4, 8)
+    req = SimpleNamespace(origin_input_ids=[1] * 9, to_finish=None)
+    wait = pace.wait(4, 0, 4, 8)
+    assert wait
+    one = LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, pace.steps + wait, agreed=True)
+    local.waiting = [one]
+    pace.spare -= 10**6
+    for _ in range(wait):
+        assert not local.may_step(8)
+        pace.decoded(8, 4)
+    assert local.may_step(8) and not pace.has_time
+
+
+def test_the_rest_of_a_prompt_waits_for_one_decode_step_only():
+    local = local_loop(4, SLOW_PREFILL).transfer.local
+    local.pace.take(list(SLOW_PREFILL))
+    local.pace.computed(4, 8)
+    req = SimpleNamespace(origin_input_ids=[1] * 9, to_finish=None)
+    local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 4, 10**6, agreed=True, begun=True)]
+    assert local.may_step(8) and not local.pace.has_time
+
+
+def test_nothing_new_begins_beside_what_has_begun_while_no_time_is_left():
+    """Or of a burst each would begin at the end of a slice of the one before, and all go on."""
+    local = local_loop(4, SLOW_PREFILL).transfer.local
+    local.pace.take(list(SLOW_PREFILL))
+    local.pace.computed(4, 8)
+    reqs = [SimpleNamespace(origin_input_ids=[1] * n, to_finish=None) for n in (6, 9)]
+    begun, other = (LocalReq(SimpleNamespace(req=req, kv_receiver=None), 4, 10**6, agreed=True) for req in reqs)
+    begun.begun, local.waiting = True, [begun, other]
+    assert local.may_step(8) and local.pick(4, 8, lambda req: True) == [(begun, 6)]
+    assert local.may_step(0) and [one for one, _ in local.pick(8, 8, lambda req: True)] == [begun, other]

@@ -230,9 +230,9 @@ def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypa
     answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True, {}, ranks.devices()))
     assert answer.get("devices", []) == devices
     own = SimpleNamespace(disaggregation_decode_local_prefill=asked)
+    monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")
     peers = PrefillPeers(lambda: own, lambda: False, lambda: False, lambda addr: True)
     peers.capabilities["here"] = parse_capabilities(answer, False)
-    monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")
     assert peers.drops("here") == (asked != "auto" or "bb" not in devices)
     assert not peers.drops("elsewhere")
 

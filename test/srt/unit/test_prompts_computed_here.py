@@ -189,7 +189,7 @@ def test_a_step_has_a_part_of_one_prompt_at_most():
         reqs = [SimpleNamespace(origin_input_ids=[1] * n, to_finish=None) for n in (length, max(length, 9), length)]
         if length == 2:
             reqs[1] = reqs[0]
-        local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, True) for req in reqs]
+        local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True) for req in reqs]
         assert [end for _, end in local.pick(7, 8, lambda req: True)] == ends
 
 
@@ -197,7 +197,7 @@ def test_a_step_has_a_part_of_one_prompt_at_most():
 def test_a_page_beyond_the_bound_is_given_to_the_first_alone(bound: int, first: int, ends: list[int]):
     local = local_loop(bound, size=512, page_size=64).transfer.local
     reqs = [SimpleNamespace(origin_input_ids=[1] * length, to_finish=None) for length in (first, 200)]
-    local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, True) for req in reqs]
+    local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True) for req in reqs]
     assert [end for _, end in local.pick(bound, 8, lambda req: True)] == ends
 
 

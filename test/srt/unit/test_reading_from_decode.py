@@ -549,7 +549,7 @@ def test_a_transfer_that_stands_still_stops_nobody_who_waits(loop: PrefillLoop, 
     assert len(reads(loop)) == readers * loop.ranks.size
     for scheduler in loop.schedulers:
         assert [req.bootstrap_room for req in scheduler.disagg_prefill_inflight_queue] == [THIRD]
-        assert [req.bootstrap_room for req, _ in scheduler.told] == [OTHER, *behind]
+        assert [req.bootstrap_room for req, _ in scheduler.told] == [THIRD, OTHER, *behind]
     for transfer in stalled:
         transfer.finish()
     loop.run(4)
@@ -760,7 +760,7 @@ def test_who_may_overtake_does_not_wait_to_read(loop: PrefillLoop, order: str, h
     arrive(100, ROOM, 9, held=held, token=9)
     loop.run(40)
     for scheduler in loop.schedulers:
-        assert [req.bootstrap_room for req, _ in scheduler.told] == [ROOM + 10, ROOM]
+        assert [req.bootstrap_room for req, _ in scheduler.told] == [ROOM + 10, THIRD, ROOM]
     finish(loop)
     loop.run(60)
     assert_served(loop, ROOM + 10, ROOM, THIRD, OTHER)

@@ -20,6 +20,7 @@ import draining_worker
 import pytest
 import requests
 from fastapi import FastAPI
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers import drain
 from sglang.srt.managers.samples import sample_room
@@ -72,7 +73,7 @@ def test_without_a_server_of_its_own_sigterm_is_the_engines(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert drain.Drain.of(args()) is None
     manager, engines = object.__new__(TokenizerManager), []
-    manager.drain = None
+    manager.drain, manager.disaggregation_mode = None, DisaggregationMode.DECODE
 
     async def engines_own(self) -> None:
         engines.append(self)
@@ -80,6 +81,33 @@ def test_without_a_server_of_its_own_sigterm_is_the_engines(monkeypatch):
     monkeypatch.setattr(TokenizerManager.__mro__[2], "sigterm_watchdog", engines_own)
     asyncio.run(manager.sigterm_watchdog())
     assert engines == [manager]
+
+
+def test_a_prefill_without_a_drain_sends_first_what_its_clients_have_been_answered_for(monkeypatch):
+    """They are answered when a prompt has been computed, and the engine ends the worker when nobody waits."""
+    manager, events = object.__new__(TokenizerManager), []
+    manager.drain, manager.disaggregation_mode = None, DisaggregationMode.PREFILL
+    manager.server_args = SimpleNamespace(tokenizer_worker_num=1)
+    manager.server_status, manager.gracefully_exit = SimpleNamespace(name="Up"), True
+    manager.rid_to_state, idle = {"asked": 1}, [False, False, True]
+
+    async def state() -> list[dict[str, Any]]:
+        events.append(f"idle: {idle[0]}")
+        return [{"kv_pool": {"idle": idle.pop(0)}}]
+
+    async def engines_own(self) -> None:
+        events.append("ends")
+
+    async def sleep(seconds: float) -> None:
+        events.append(f"{len(manager.rid_to_state)} unanswered")
+        manager.rid_to_state.clear()
+
+    manager.get_internal_state = state
+    monkeypatch.setattr(TokenizerManager.__mro__[2], "sigterm_watchdog", engines_own)
+    monkeypatch.setattr(drain.asyncio, "sleep", sleep)
+    asyncio.run(manager.sigterm_watchdog())
+    waits = ["idle: False", "0 unanswered"]
+    assert events == ["1 unanswered", *waits, *waits, "idle: True", "ends"]
 
 
 # ---- what is refused ----

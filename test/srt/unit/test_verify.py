@@ -519,15 +519,17 @@ def test_a_few_answers_whose_tokens_cannot_be_read_are_not_judged(monkeypatch, r
 
 
 @pytest.mark.parametrize(
-    ("sent", "failed"), [(1.0, []), (1.2, ["1.200 times"]), (0.0, ["0.000 times"])], ids=["right", "more", "uncounted"]
+    ("sent", "computed", "failed"),
+    [(1.0, 0, []), (1.2, 9, ["1.200 times"]), (0.0, 0, ["0.000 times"]), (0.5, 9, [])],
+    ids=["right", "more", "uncounted", "computed"],
 )
-def test_the_benchmark_s_workload_is_held_to_its_bytes(monkeypatch, sent: float, failed: list[str]) -> None:
-    """What is not counted was not saved."""
+def test_the_benchmark_s_workload_is_held_to_its_bytes(monkeypatch, sent: float, computed: int, failed) -> None:
+    """What is not counted was not saved, unless decode has computed it."""
 
     def run_once(deployment, load, workload, variant, number, page_size):
         pages = 10.0 if variant.name == "off" else 2.0 * sent
         figures = {"sent_bytes": 100.0 * pages, "least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0}
-        figures |= {"ttft_p50_s": 1.0, "itl_mean_s": 1.0}
+        figures |= {"ttft_p50_s": 1.0, "itl_mean_s": 1.0, "computed_tokens": computed}
         return a_run(variant.name, figures, ["same"] * 3)
 
     verdict = measured(monkeypatch, run_once, "torch.float32")

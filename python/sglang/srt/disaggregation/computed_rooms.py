@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
 import requests
@@ -19,11 +20,18 @@ from requests.adapters import HTTPAdapter
 from sglang.srt.disaggregation.common.authentication import SignedRequests
 from sglang.srt.disaggregation.peer_calls import AT_ONCE, PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.room_notes import COMPUTED, RoomNotes, is_room
-from urllib3.util import Retry
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["COMPUTED", "COMPUTED_ROUTE", "ComputedReq", "ComputedRooms", "listen", "receive", "tell_prefill"]
+__all__ = [
+    "COMPUTED",
+    "COMPUTED_ROUTE",
+    "ComputedReq",
+    "ComputedRooms",
+    "listen",
+    "receive",
+    "tell_prefill",
+]
 
 # On a prefill's bootstrap server.
 COMPUTED_ROUTE = "/computed_room"
@@ -38,8 +46,9 @@ _tellers = PeerCalls("tell-computed")
 # Keeps its connections: one for each room would take as long as all else.
 _session = requests.Session()
 _session.trust_env = False
-# The other end may be closing one that has not been used for long: that is tried again at once.
-_session.mount("http://", HTTPAdapter(PEERS, AT_ONCE, Retry(1, allowed_methods=None)))
+_session.mount("http://", HTTPAdapter(PEERS, AT_ONCE))
+# Requests name peers, and none has anything to be remembered for another.
+_session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
 _requests = SignedRequests(_session)
 _listeners: list[Callable[[int], None]] = []
 
@@ -92,13 +101,8 @@ def tell_prefill(addr: str, room: int) -> None:
 
     def tell() -> None:
         for left in reversed(range(TRIES)):
-            try:
-                reply = _requests.post(f"http://{addr}{COMPUTED_ROUTE}", json={"room": room}, timeout=ANSWER_S)
-                if reply.status_code == 200:
-                    return
-                raise ValueError(f"status {reply.status_code}: {reply.text[:200]}")
-            except Exception as e:
-                logger.warning("Could not tell prefill %s that room %s is computed on decode: %s", addr, room, e)
+            if _has_taken(addr, room):
+                return
             if left:
                 time.sleep(AGAIN_S)
 
@@ -106,3 +110,23 @@ def tell_prefill(addr: str, room: int) -> None:
         _tellers.submit(addr, tell)
     except TooManyCalls:
         logger.warning("Too many words wait to be told: prefill %s will wait for room %s", addr, room)
+
+
+def _has_taken(addr: str, room: int) -> bool:
+    def post() -> requests.Response:
+        return _requests.post(f"http://{addr}{COMPUTED_ROUTE}", json={"room": room}, timeout=ANSWER_S)
+
+    try:
+        try:
+            reply = post()
+        except requests.ConnectionError as e:
+            if isinstance(e, requests.Timeout):
+                raise
+            # The other end may have been closing a connection that had not been used for long.
+            reply = post()
+        if reply.status_code == 200:
+            return True
+        raise ValueError(f"status {reply.status_code}: {reply.text[:200]}")
+    except Exception as e:
+        logger.warning("Could not tell prefill %s that room %s is computed on decode: %s", addr, room, e)
+    return False

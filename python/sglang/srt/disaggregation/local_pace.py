@@ -11,7 +11,9 @@ the rest when the ranks next agree; more than `PROBE` decode steps earn is charg
 compilation, is not what the next ones take. So the mean is as promised where no step takes more than that.
 
 A remainder that would wait here for longer than prefill takes for a short one is prefill's, and so is one whose first
-token would come too little sooner for what all that decode lose by its step.
+token would come too little sooner for what all that decode lose by its step. Where prefill takes many times as long, as
+behind long prompts, a step is charged a fifth: of four parts of the time of decode steps, one is then for prompts. And
+once a request is here, it waits for no more decode steps than it was expected to, whatever has been earned by then.
 
 The first rank measures, and all go by its figures once they have agreed on them; what is counted is the same on all.
 
@@ -32,6 +34,8 @@ __all__ = ["Charge", "Pace", "note_charge"]
 ONE_IN, MANY = 20, 8
 # A second of one's wait for a first token is worth so many seconds by which others' next tokens are later.
 WORTH = 16
+# Where prefill takes so many times as long as what is lost by a step, the part is one in so many.
+SLOW, ONE_IN_SLOW = 4, 4
 # Steps over prompts that have been earned in advance, at most.
 AHEAD = 2
 # After so many decode steps without one over prompts, one is taken: what is believed of its time may be too much, and
@@ -40,10 +44,14 @@ PROBE = 500
 
 
 class Charge(NamedTuple):
-    """For a step over prompts: what is charged when it is launched, and at most, whatever it takes."""
+    """For a step over prompts: what is charged when it is launched, and at most, whatever it takes.
+
+    parts: of its time, of `ONE_IN` of which it is charged so many.
+    """
 
     paid: int
     most: int
+    parts: int = ONE_IN
 
 
 def note_charge(batch: Any, charge: Charge | None) -> None:
@@ -71,8 +79,11 @@ class Pace:
         self.spare = 0
         # What steps have taken beyond what they were charged, until ranks agree on it: by this rank's clock.
         self._owed = 0
-        # Decode steps since the last one over prompts. DP ranks that step together, for each of which all wait.
-        self._since, self._sharers = 0, 1
+        # Decode steps since the last one over prompts, and in all. DP ranks that step together, for each of which all
+        # wait.
+        self._since, self.steps, self._sharers = 0, 0, 1
+        # Tokens of a step over prompts.
+        self._slice = 0
 
     # ---- what is measured ----
 
@@ -96,7 +107,7 @@ class Pace:
             self._computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
             charge: Charge | None = getattr(batch.prefill_stats, "charge", None)
             if charge is not None:
-                self._owed += min(round(PS * seconds), charge.most) - charge.paid
+                self._owed += min(round(PS * seconds) * charge.parts // ONE_IN, charge.most) - charge.paid
 
     # ---- what ranks agree on ----
 
@@ -120,6 +131,7 @@ class Pace:
     def decoded(self, requests: int, slice_tokens: int) -> None:
         """A decode step of ``requests`` is launched; nobody decodes: 0. slice_tokens: of a step over prompts."""
         self._since = self._since + 1 if requests else 0
+        self.steps, self._slice = self.steps + 1, slice_tokens
         most = AHEAD * self._cost(slice_tokens)
         if not requests:
             self.spare, self._owed = most, 0
@@ -138,7 +150,7 @@ class Pace:
         self._since = 0
         if not requests:
             return None
-        charge = Charge(self._charged(tokens, requests), PROBE * self._earned(requests))
+        charge = Charge(self._charged(tokens, requests), PROBE * self._earned(requests), self._parts(requests))
         self.spare -= charge.paid
         return charge
 
@@ -147,21 +159,35 @@ class Pace:
         """Whether what steps over prompts took has been earned, or there was none for long."""
         return self.spare >= 0 or self._since >= PROBE
 
-    def is_sooner(self, delta: int, queued: int, slice_tokens: int, requests: int) -> bool:
-        """Whether ``delta`` tokens are computed here sooner than prefill would, behind ``queued`` others.
+    def is_slow(self, requests: int) -> bool:
+        """Whether prefill takes many times as long as what is lost by a step here, for which ``requests`` wait."""
+        return self._parts(requests) < ONE_IN
 
-        Sooner by more than what ``requests``, which decode, are later by together, in `WORTH`. Where nothing is known
-        of prefill, only without a wait.
+    def wait(self, delta: int, queued: int, slice_tokens: int, requests: int) -> int | None:
+        """Decode steps until ``delta`` tokens are computed here, behind ``queued`` others; None: prefill is sooner.
+
+        Or sooner by less than what ``requests``, which decode, are later by together, in `WORTH`. Where nothing is
+        known of prefill, only without a wait.
         """
         earned = self._earned(requests)
         if not earned or (self._since >= PROBE and not queued):
-            return True
+            return 0
         lacks = (queued + delta - 1) // slice_tokens * self._charged(slice_tokens, requests) - self.spare
         steps = max(0, -(-lacks // earned))
         if not steps and not self.transfer:
-            return True
-        cost = self._cost(delta)
-        return steps * self.decode_step + cost + cost * requests // WORTH <= self.transfer
+            return 0
+        sooner = steps * self.decode_step + self._lost(delta, requests) <= self.transfer
+        return steps if sooner else None
+
+    def _lost(self, tokens: int, requests: int) -> int:
+        """By a step over so many tokens of prompts: its time, and in `WORTH` that of ``requests``, which decode."""
+        cost = self._cost(tokens)
+        return cost + cost * requests // WORTH
+
+    def _parts(self, requests: int) -> int:
+        """Of `ONE_IN`, how many a step over prompts is charged for."""
+        lost = self._lost(self._slice, requests)
+        return ONE_IN_SLOW if lost and self.transfer >= SLOW * lost else ONE_IN
 
     def _earned(self, requests: int) -> int:
         """With a decode step of ``requests``."""
@@ -169,7 +195,7 @@ class Pace:
 
     def _charged(self, tokens: int, requests: int) -> int:
         """When a step over so many tokens of prompts is launched."""
-        return min(self._cost(tokens), PROBE * self._earned(requests))
+        return min(self._cost(tokens) * self._parts(requests) // ONE_IN, PROBE * self._earned(requests))
 
     def _cost(self, tokens: int) -> int:
         """Of such a step, as is believed."""

@@ -59,7 +59,8 @@ class Policy(NamedTuple):
     @classmethod
     def of(cls, asked: str) -> Policy | None:
         """What ``--disaggregation-decode-local-prefill`` asks for; None for nothing. Raises ValueError."""
-        if asked == "off":
+        if asked in ("off", "false"):
+            # The second is what YAML makes of the first.
             return None
         if asked != "auto" and not (asked.isdecimal() and int(asked)):
             raise ValueError(f"--disaggregation-decode-local-prefill is {asked!r}: give off, auto or 1 token or more.")
@@ -74,15 +75,21 @@ class Policy(NamedTuple):
         longest = self.most if slices else min(self.most, most)
         return self._replace(step=min(self.step, most), slice=min(self.slice, most), most=longest)
 
-    def should_compute(self, delta: int, queued: int, debt: int, others: bool) -> bool:
-        """Whether a remainder of ``delta`` tokens is decode's. queued: what waits. others: whether requests decode."""
-        if not 0 < delta <= self.most or (debt and delta + debt > self.debt):
+    def should_compute(self, delta: int, queued: int, debt: int, others: bool, slow: bool = False) -> bool:
+        """Whether a remainder of ``delta`` tokens is decode's.
+
+        queued: what waits. others: whether requests decode. slow: whether prefill takes many times as long; then more
+        may wait here, and a conversation goes there later.
+        """
+        times = MORE_WHERE_SLOW if slow else 1
+        if not 0 < delta <= self.most or (debt and delta + debt > times * self.debt):
             return False
-        return not (others and queued) or queued + delta <= self.queued
+        return not (others and queued) or queued + delta <= times * self.queued
 
 
 # A chat's turn has fewer than 128 tokens. How often 64 may lengthen a step of others: local_pace.py.
 AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=512, paced=True)
+MORE_WHERE_SLOW = 8
 
 
 def needs_prefill(model: str | None) -> str | None:
@@ -102,11 +109,13 @@ def may_compute(req: Req) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class LocalReq:
-    """A request that is computed here. done: tokens of its prompt held, or launched. agreed: by all ranks. begun: a
-    step has computed, or computes, a part of it. computed: so many tokens of it."""
+    """A request that is computed here. done: tokens of its prompt held, or launched. due: the decode step after which
+    it waits no longer for what steps over prompts may take. agreed: by all ranks. begun: a step has computed, or
+    computes, a part of it. computed: so many tokens of it."""
 
     decode_req: DecodeRequest
     done: int
+    due: int = 0
     agreed: bool = False
     begun: bool = False
     computed: int = 0
@@ -226,8 +235,9 @@ class LocalPrefills:
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
-        # Whether they have left the last single place that came free to those whose KV has arrived.
-        self.stood_back = False
+        # `due` of the request that was last decided to be computed here; whether the next step waits for no other.
+        self._due, self._late_only = 0, False
+        self.stood_back = False  # Whether they have left the last single place to those whose KV has arrived.
         # The last step, until those that it has finished decode.
         self.launched: Any = None
         self.steps, self._pages = PromptSteps(tree), PromptPages(tree)
@@ -273,11 +283,13 @@ class LocalPrefills:
         if self.policy.paced and queued + delta > self.policy.step:
             # More than a step computes for which nobody waits: by the next, those of this one decode.
             decoding = max(decoding, len(self.waiting))
-        if not self.policy.should_compute(delta, queued, unknown_to_prefill(found), bool(decoding)):
+        paced = bool(decoding) and self.policy.paced
+        slow = paced and self.pace.is_slow(decoding)
+        if not self.policy.should_compute(delta, queued, unknown_to_prefill(found), bool(decoding), slow):
             return False
-        return not (decoding and self.policy.paced) or self.pace.is_sooner(
-            delta, queued, self.bound(self.policy.slice), decoding
-        )
+        wait = self.pace.wait(delta, queued, self.bound(self.policy.slice), decoding) if paced else 0
+        self._due = self.pace.steps + (wait or 0)
+        return wait is not None
 
     # ---- admission: see `PrefillDeltas` ----
 
@@ -291,7 +303,7 @@ class LocalPrefills:
         req.computed_here = decode_req.entry.delta
         req.transfer_prefix_len = len(req.origin_input_ids) - req.computed_here
         decode_req.advance(Phase.LOCAL)
-        self.waiting.append(LocalReq(decode_req, req.transfer_prefix_len))
+        self.waiting.append(LocalReq(decode_req, req.transfer_prefix_len, self._due))
         req.time_stats.set_decode_transfer_queue_entry_time()
         # Prefill has been asked for nothing.
         receiver = decode_req.kv_receiver
@@ -355,8 +367,15 @@ class LocalPrefills:
         return None if batch is None else (batch, [one.req for one in self.waiting])
 
     def may_step(self, decoding: int) -> bool:
-        """Whether the next step may be one over prompts, for which ``decoding`` requests wait."""
-        return not decoding or not self.policy.paced or self.pace.has_time
+        """Whether the next step may be one over prompts, for which ``decoding`` requests wait.
+
+        Where what it takes has not been earned, only over those that have begun or waited for as long as expected.
+        """
+        self._late_only = bool(decoding) and self.policy.paced and not self.pace.has_time
+        return not self._late_only or any(map(self._is_late, self.waiting))
+
+    def _is_late(self, one: LocalReq) -> bool:
+        return one.agreed and (one.begun or one.due <= self.pace.steps)
 
     def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
         """What the next step computes, in order of admission.
@@ -369,8 +388,7 @@ class LocalPrefills:
     def most_tokens(self, decoding: int) -> int:
         """Tokens that one step computes, for which ``decoding`` requests wait.
 
-        A slice, or as many as those who wait for this step are times those that decode: a step of its own for each of
-        them, and a decode step between two, would take all of them longer than one step for all.
+        A slice, or as many as those who wait for this step are times those that decode: one for all takes less time.
         """
         if not decoding:
             return self.policy.step
@@ -382,7 +400,7 @@ class LocalPrefills:
         for one in self.waiting:
             if picked >= most_reqs or most_tokens <= 0:
                 return
-            if not one.agreed or one.req.to_finish or not fits(one.req):
+            if not one.agreed or one.req.to_finish or (self._late_only and not self._is_late(one)) or not fits(one.req):
                 continue
             if one.left <= most_tokens or (not self.slices and not picked):
                 end = len(one.req.origin_input_ids)

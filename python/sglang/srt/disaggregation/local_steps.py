@@ -52,7 +52,7 @@ def make_local_prefills(
     state = "states" if hasattr(rows, "mamba_pool") else "windows" if tree.windows is not None else None
     reason = needs_prefill(state)
     if reason is not None:
-        # Nobody has asked for the default.
+        # With auto, which nobody need have asked for, that is all that is said.
         level = logging.INFO if policy.paced else logging.WARNING
         logger.log(level, "%s has no effect on this worker: %s.", FLAG, reason)
         return None

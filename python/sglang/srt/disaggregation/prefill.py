@@ -127,7 +127,11 @@ def _goes_well(req: Req) -> bool:
     sender = req.disagg_kv_sender
     if req.finished() or req.to_finish is not None or not isinstance(sender, CommonKVSender):
         return False
-    return sender.kv_mgr.pp_size == 1 and not sender.has_failed() and names_prefix(sender.state.asked.values())
+    manager = sender.kv_mgr
+    if manager.pp_size > 1 or getattr(manager.server_args, "tokenizer_worker_num", 1) > 1:
+        # The last stage, or the process that ends the worker, would not know of what is still being sent.
+        return False
+    return not sender.has_failed() and names_prefix(sender.state.asked.values())
 
 
 @contextlib.contextmanager
@@ -175,7 +179,11 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                         lost.append(req)
             _tell_once(self, lost)
         told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
+        answered = [req for req in self.disagg_prefill_inflight_queue if req.finished_output]
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+        for req in answered:
+            if req.finished() and self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
+                req.log_time_stats()
         for req in done:
             if id(req) not in told:
                 KvTransferCounters.get(self.server_args).ended(req.finished_reason)
@@ -314,11 +322,11 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         """
         computed = [req for req in reqs if req.output_ids and not req.finished_output and _goes_well(req)]
         for req in computed:
-            req.finished_reason = FINISH_LENGTH(length=0)
+            req.finished_reason, req.has_log_time_stats = FINISH_LENGTH(length=0), True
         _tell_once(self, computed)
         for req in computed:
-            # Until its KV has been sent. What the engine streams of it then is left out, since this was.
-            req.finished_reason = None
+            # Until its KV has been sent: its times are logged then.
+            req.finished_reason, req.has_log_time_stats = None, False
 
     def _note_step(self, batch, result) -> None:
         """Tells what chooses between reading and computing how long a step took."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -193,7 +194,10 @@ class Drain:
             logger.error("Shutting down: %s, and the time is up (%s): aborted", left, VARIABLE)
             manager.dump_requests_before_crash()
             manager.abort_request(abort_all=True)
-            await self._wait(lambda: not manager.rid_to_state, ABORT_S)
+            until = time.monotonic() + ABORT_S
+            # A prefill's ranks tell decode of what it is sent no more.
+            while await self._left(manager, until) and time.monotonic() < until:
+                await asyncio.sleep(LOOK_S)
         await self.end(manager, status=1 if left else 0)
 
     def close_door(self, manager: Any) -> None:
@@ -236,14 +240,29 @@ class Drain:
             return f"{len(manager.rid_to_state)} requests are left"
         if under_way := self._under_way():
             return f"{under_way} requests are still coming, or their answers going"
-        # Pages that a prefill may still write to, or that are being written, have no request any more.
+        return await self.of_schedulers(manager, until)
+
+    @classmethod
+    async def of_schedulers(cls, manager: Any, until: float = math.inf) -> str:
+        """What the schedulers still have, in words; "" for nothing.
+
+        Pages that a prefill may still write to, or that are being written, have no request any more.
+        """
         asked = asyncio.ensure_future(manager.get_internal_state())
         # Not cancelled: the answer would be taken for that of the next question.
         while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
-            if time.monotonic() >= until or self._hopeless(manager):
+            if time.monotonic() >= until or cls._hopeless(manager):
                 return "the scheduler does not answer"
         rests = all(state["kv_pool"]["idle"] for state in asked.result() if "kv_pool" in state)
         return "" if rests else "the scheduler is not idle"
+
+    @classmethod
+    async def wait_sent(cls, manager: Any) -> None:
+        """Wait for the engine's SIGTERM, and on a prefill until it has sent what its clients have been answered for."""
+        while not manager.gracefully_exit:
+            await asyncio.sleep(LOOK_S)
+        while not cls._hopeless(manager) and (manager.rid_to_state or await cls.of_schedulers(manager)):
+            await asyncio.sleep(LOOK_S)
 
     def _under_way(self) -> int:
         """Requests with which the server is not done: of one whose body is still coming, nobody else knows.

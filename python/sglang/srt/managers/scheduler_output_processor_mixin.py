@@ -13,6 +13,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.refusal import AT_FAULT
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -99,8 +100,13 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
         among all: it ends, or tells one client what another has asked for.
 
-        On prefill, the failure of a request that decode has refused is the client's error, as it is on decode.
+        On prefill, the failure of a request that decode has refused is the client's error, as it is on decode. Of
+        those that have been answered before their KV was sent nothing more is told.
         """
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            told, reqs = reqs, [req for req in reqs if not (req.finished() and req.finished_output)]
+            if told and not reqs:
+                return
         for req in reqs if len(self.refused_rooms) else ():
             reason = self.refused_rooms.reason(req.bootstrap_room)
             if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):

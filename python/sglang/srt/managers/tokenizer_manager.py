@@ -114,8 +114,16 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             self.ended.note(rid, state, meta, life or {}, req_time_stats.global_diff_realtime_monotonic)
 
     async def sigterm_watchdog(self) -> None:
-        """A worker that drains takes nothing new, and ends by itself; any other as in the engine."""
-        await (super().sigterm_watchdog() if self.drain is None else self.drain.run(self))
+        """A worker that drains takes nothing new, and ends by itself; any other as in the engine.
+
+        But that a prefill sends first what its clients have been answered for.
+        """
+        if self.drain is not None:
+            await self.drain.run(self)
+            return
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.server_args.tokenizer_worker_num == 1:
+            await Drain.wait_sent(self)
+        await super().sigterm_watchdog()
 
     async def generate_request(self, obj, request=None):
         """With PD each sample of a prompt has a room of its own; the rest is in `checked_requests.py`."""

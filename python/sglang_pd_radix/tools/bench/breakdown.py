@@ -88,6 +88,7 @@ STAGES = (
         *_COMPUTE,
         ("computed → KV sent", "prefilled", "sent"),
         ("KV sent → response", "sent", "answered"),
+        ("computed → response", "prefilled", "answered"),
     ),
     Stage("decode admits it → prefill knows", "decode.admitted", "prefill.handshake_done", (SENT,)),
     Stage("prefill has computed it → decode has its KV", "prefill.prefilled", "decode.waiting", (SENT,)),
@@ -107,11 +108,16 @@ STAGES = (
 # ---------------------------------------------------------------------------------------------------------- one run
 
 
-def collect(deployment: Deployment, variant: Variant, workload: Workload, asked: Sequence[Asked]) -> list[dict]:
-    """The life of each request of a run that has a rid and is measured for itself; asks its workers."""
+def collect(
+    deployment: Deployment, variant: Variant, workload: Workload, asked: Sequence[Asked], beside: int = 0
+) -> list[dict]:
+    """The life of each request of a run that has a rid and is measured for itself; asks its workers.
+
+    beside: how many others were answered meanwhile.
+    """
     if not any(one.rid for one in asked):
         return []
-    most = workload.requests + sum(map(len, workload.warm))
+    most = workload.requests + sum(map(len, workload.warm)) + beside
     try:
         records, _ = ask(deployment.worker_urls(variant), {"last": most})
     except PdRadixError:

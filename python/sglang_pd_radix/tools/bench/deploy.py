@@ -54,6 +54,7 @@ from sglang_pd_radix.tools.workers import (
 
 OPTIONAL_COUNTERS = {
     "blocked": "sglang:decode_admissions_blocked_total",
+    "computed_tokens": "sglang:decode_computed_tokens_total",
     "state_bytes": "sglang:kv_transfer_state_bytes_total",
     "sent_runs": "sglang:kv_transfer_runs_total",
 }

@@ -329,7 +329,7 @@ def run_once(
         [*deployment.problems(variant), *link.problems(figures)],
         [a.tpot_s for a in asked],
         sent_late(asked),
-        breakdown.collect(deployment, variant, workload, asked),
+        breakdown.collect(deployment, variant, workload, asked, len(steady.asked)),
     )
 
 
@@ -474,6 +474,7 @@ def figures_of(
         "least_pages": total("least_pages"),
         "prompt_tokens": total("prompt_tokens"),
         "reused_tokens": total("reused_tokens"),
+        **({"computed_tokens": total("computed_tokens")} if "computed_tokens" in rounds[0] else {}),
         "blocked": total("blocked"),
         **{name: total(name) / len(everything) for name in ("prefill_cpu_s", "decode_cpu_s", "cpu_s")},
         # By the clients' clock: how many answers were under way between their first and last token, on average.

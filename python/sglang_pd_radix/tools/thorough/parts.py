@@ -259,7 +259,7 @@ def _exchange(setting: Setting, directory: Path, seconds: float) -> list[Step]:
 
 
 def _chat(setting: Setting, directory: Path, seconds: float) -> list[Step]:
-    third = ("--compare", "local:--disaggregation-decode-local-prefill auto")
+    third = ("--compare", "sent:--disaggregation-decode-local-prefill off")
     keys = "c" if setting.small else "c,i"
     return _measured(setting, _bench(setting, directory, "bench", keys, "--runs", "1", *third))
 

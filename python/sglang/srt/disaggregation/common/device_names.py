@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def own_device() -> str | None:
     """A short name of the GPU of this process, made of its host and its UUID; None without one.
 
-    Call it when the process has its device.
+    For the scheduler's thread: other threads of the process have the first device.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None

@@ -13,7 +13,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
@@ -167,6 +166,8 @@ class PrefillPeers:
     ) -> None:
         self._server_args, self._has_state = server_args, has_state
         self._wants_digests, self._shake = wants_digests, shake
+        # What this rank computes on. Here, since each thread has a device of its own.
+        self.own_device = own_device()
         # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
         # bytes each: one that is lost may still write for requests that go by this, and one in use is not asked again.
         self.capabilities: dict[str, Capabilities] = {}
@@ -191,11 +192,6 @@ class PrefillPeers:
     def _is_spared(self, addr: str) -> bool:
         asked = getattr(self._server_args(), "disaggregation_decode_local_prefill", None)
         return asked == "auto" and self.own_device in self.of(addr).devices
-
-    @cached_property
-    def own_device(self) -> str | None:
-        """What this rank computes on."""
-        return own_device()
 
     def query(self, addr: str) -> None:
         """Have a prefill asked what it can do, unless it has been of late. `why_unreached` says what becomes of it."""
