@@ -179,12 +179,11 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                         lost.append(req)
             _tell_once(self, lost)
         told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
-        answered = [req for req in self.disagg_prefill_inflight_queue if req.finished_output]
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
-        for req in answered:
-            if req.finished() and self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
-                req.log_time_stats()
         for req in done:
+            if self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
+                # Once: of one whose client was answered before, the engine has not.
+                req.log_time_stats()
             if id(req) not in told:
                 KvTransferCounters.get(self.server_args).ended(req.finished_reason)
         return done

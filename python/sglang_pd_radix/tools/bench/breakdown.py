@@ -16,8 +16,9 @@ from sglang_pd_radix.tools.trace import VARIABLE, ask
 from .stats import percentile
 
 if TYPE_CHECKING:
+    from .asked import Asked
     from .deploy import Deployment, Variant
-    from .measure import Asked, Run
+    from .measure import Run
     from .workload import Workload
 
 # Of all servers: no run here has more requests, and a worker takes memory (a few KB each) for those that it had.
