@@ -21,11 +21,11 @@ from sglang_pd_radix.tools.bench import published
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "docs" / "lab" / "runs"
-#: The files with figures, the name between whose marks they are, and what makes them.
+#: The files with figures, the names between whose marks they are, and what makes them.
 FILES = {
-    ROOT / "README.md": ("figures", published.readme),
-    ROOT / "docs" / "benchmarks.md": ("figures", published.benchmarks),
-    RUNS / "README.md": ("runs", published.docs),
+    ROOT / "README.md": {"figures": published.readme, "chat": published.readme_chat},
+    ROOT / "docs" / "benchmarks.md": {"figures": published.benchmarks, "chat": published.benchmarks_chat},
+    RUNS / "README.md": {"runs": published.docs},
 }
 
 
@@ -59,8 +59,11 @@ def main() -> int:
         for given in args.take:
             take(given)
         records = published.load(RUNS)
-        for path, (name, make) in FILES.items():
-            path.write_text(published.replaced(path.read_text(encoding="utf-8"), name, make(records)), encoding="utf-8")
+        for path, parts in FILES.items():
+            text = path.read_text(encoding="utf-8")
+            for name, make in parts.items():
+                text = published.replaced(text, name, make(records))
+            path.write_text(text, encoding="utf-8")
     except PdRadixError as error:
         print(f"figures: {error}", file=sys.stderr)
         return 1

@@ -6,15 +6,18 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from . import chat_local
+from . import chat_beside, chat_local
 from .chat_judge import MOST_OVER_LEAST, Comparison, ratio
 from .chat_load import Workload
 from .chat_run import Run, mib
 from .workers import DECODE_COUNTERS, LOCAL_COUNTERS, PREFILL_COUNTERS
 
 
-def print_report(comparison: Comparison, title: str, local: Comparison | None = None) -> None:
-    """Print the table and the verdict to stdout. local: of the run in which decode computed short remainders."""
+def print_report(comparison: Comparison, title: str, local: Comparison | None = None, beside: int = 0) -> None:
+    """Print the table and the verdict to stdout.
+
+    local: of the run in which decode computed short remainders. beside: clients that sent long prompts beside a chat.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -23,8 +26,15 @@ def print_report(comparison: Comparison, title: str, local: Comparison | None = 
         console = Console(highlight=False, width=110)
     console.print()
     console.print(_table(comparison, title))
-    for line in (*_lines(comparison), *(chat_local.lines(local) if local else ())):
+    for line in (*_lines(comparison), *(chat_local.lines(local) if local else ()), *_beside(comparison, local, beside)):
         console.print(Text(line, style="bold red" if line.startswith("FAILED") else ""), soft_wrap=True)
+
+
+def _beside(comparison: Comparison, local: Comparison | None, clients: int) -> list[str]:
+    off, on = comparison.off.beside_ttft_s, comparison.on.beside_ttft_s
+    if off is None or on is None:
+        return []
+    return [chat_beside.line(clients, off, on, local.on.beside_ttft_s if local else None)]
 
 
 def _table(comparison: Comparison, title: str) -> Any:
@@ -118,6 +128,7 @@ def as_document(
         names = (*PREFILL_COUNTERS, *DECODE_COUNTERS, *LOCAL_COUNTERS)
         totals = {key: run.total(key) for key in names} | {"ttft_median_from_turn_2_s": run.later_ttft_s}
         runs[name] = {"start_s": run.start_s, "turns": turns, "totals": totals, "pools": run.pools}
+        runs[name]["beside_long_prompts_ttft_median_s"] = run.beside_ttft_s
     return {
         "setting": setting,
         "workload": asdict(workload),

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from . import chat_tokens
+from . import chat_beside, chat_tokens
 from .chat_least import Ids, Sizes
 from .chat_load import ChatError, Chats, Reply, Workload
 from .cluster import Cluster
@@ -48,6 +48,7 @@ class Run:
 
     ids: of every prompt and answer, by turn, once somebody asked for them; scores: the log-probabilities of the same
     answers from a pass of prefill, None for one whose ids are unknown. unknown: why they are not known.
+    beside_ttft_s: as `chat_beside.later_ttft_s`, None where nobody asked for long prompts.
     """
 
     start_s: float
@@ -62,6 +63,7 @@ class Run:
     ids: list[list[Ids]] | None = None
     scores: list[list[Answer | None]] | None = None
     unknown: str = ""
+    beside_ttft_s: float | None = None
 
     def total(self, name: str) -> int:
         return sum(getattr(turn, name) for turn in self.turns)
@@ -98,8 +100,11 @@ class Run:
                 self.unknown = str(error)
 
 
-def hold(cluster: Cluster, name: str, workload: Workload, show: Display) -> Run:
-    """Start ``cluster``, hold the chat, look at the pools and stop it. Raises PdRadixError."""
+def hold(cluster: Cluster, name: str, workload: Workload, show: Display, beside: int = 0) -> Run:
+    """Start ``cluster``, hold the chat, look at the pools and stop it. Raises PdRadixError.
+
+    beside: how many clients with long prompts there are beside another short chat after it.
+    """
     started = time.monotonic()
     with cluster:
         run = _described(server_info(cluster.decode_urls[0]), time.monotonic() - started)
@@ -111,6 +116,10 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: Display) -> Run:
             Chats(cluster.router_url, cluster.model_path, warm_up, first_client=-1).turn(cluster.check)
             empty_caches(cluster, (*cluster.prefill_urls, *cluster.decode_urls))
             _chat(cluster, name, workload, show, run)
+            if beside:
+                show.now(f"flag {name}: a chat beside {count(beside, 'client')} with long prompts")
+                run.beside_ttft_s = chat_beside.later_ttft_s(cluster, beside, workload.seed)
+                show.done(f"flag {name}: beside {count(beside, 'client')} with long prompts: {run.beside_ttft_s:.2f} s")
         except ChatError as error:
             cluster.check()  # a worker that died says more than the request it took along
             raise PdRadixError(f"flag {name}: {error}. Logs are in {cluster.log_dir}") from None

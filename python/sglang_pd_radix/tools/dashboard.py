@@ -28,12 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--build", action="store_true", help="make the dashboard from its panels (needs grafana-foundation-sdk)"
     )
+    parser.add_argument(
+        "--docs-url",
+        default="docs",
+        metavar="URL",
+        help="where you keep docs/, for the runbook_url of each alarm (default: the path in a checkout)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one of the files. Returns the exit code."""
     file = RULES if args.alarms else SCRAPE if args.prometheus else DASHBOARD
-    print(build() if args.build else file.read_text(encoding="utf-8"), end="")
+    text = build() if args.build else file.read_text(encoding="utf-8")
+    print(text.replace("runbook_url: docs/", f"runbook_url: {args.docs_url.rstrip('/')}/"), end="")
     return 0
 
 

@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the made model and the logs (default: a new temporary one)"
     )
+    parser.add_argument(
+        "--beside",
+        type=int,
+        default=2,
+        metavar="N",
+        help="clients with long prompts beside a second, short chat; 0: no such chat (default: 2)",
+    )
     sizes = parser.add_argument_group("the chat")
     for name, what in (
         ("clients", "conversations at the same time"),
@@ -88,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(args.clients, args.turns, args.document, args.question, args.answer, args.seed)
     workload.check()
     chat_local.check_asked(args.local_prefill)
+    if args.beside < 0:
+        raise PdRadixError(f"--beside {args.beside}: give 0 clients or more")
     check_json(args.json)
     check_may_switch("the demo", args.engine_options)
     check_page_size(args.engine_options)
@@ -115,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         f"{size} over {args.backend}, {off.device} {off.dtype}, pages of {off.page_size} tokens "
         f"({_kib(comparison.page_bytes / off.page_size)} KiB of KV per token)"
     )
-    print_report(comparison, title, local)
+    print_report(comparison, title, local, args.beside)
     if args.json:
         setting = _setting(args, comparison.off, options, time.monotonic() - started)
         write_json(args.json, as_document(comparison, workload, setting, local))
@@ -146,7 +155,7 @@ def _held(
         log_dir=work_dir / name,
         on_progress=progress,
     )
-    return hold(cluster, name, workload, show)
+    return hold(cluster, name, workload, show, args.beside)
 
 
 def _setting(args: argparse.Namespace, off: Run, options: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -
     if cpu_host.active():
         if not has_option(given, "--max-total-tokens", "--mem-fraction-static"):
             # Room for every conversation twice, since words may take more than one token. More costs start-up time.
-            tokens = max(8192, -(-2 * workload.clients * workload.words // 1024) * 1024)
+            tokens = max(16384, -(-2 * workload.clients * workload.words // 1024) * 1024)
             defaults["--max-total-tokens"] = str(tokens)
     elif torch_layers.wanted():
         # In float32 another batch changes a token in some ten thousand at most.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.dashboard import RULES, SCRAPE
 
 CASES = Path(__file__).parent / "alarms" / "cases.yml"
@@ -76,5 +77,12 @@ def test_each_has_its_section():
         for part in ("**Means.**", "**Look at.**", "**Do.**"):
             assert part in text, f"{alarm}: {part}"
         rule = ALARMS[alarm]
-        assert rule["annotations"]["runbook"] == f"docs/troubleshooting.md#{alarm.lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/troubleshooting.md#{alarm.lower()}"
         assert rule["labels"]["severity"] in ("page", "warn", "info") and rule["annotations"]["summary"]
+
+
+def test_runbooks_lead_where_the_operator_keeps_the_docs(capsys):
+    assert cli.main(["dashboard", "--alarms", "--docs-url", "https://example.org/docs/"]) == 0
+    rules = yaml.safe_load(capsys.readouterr().out)["groups"][0]["rules"]
+    pages = {rule["annotations"]["runbook_url"].partition("#")[0] for rule in rules}
+    assert pages == {"https://example.org/docs/troubleshooting.md"}

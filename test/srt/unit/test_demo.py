@@ -47,7 +47,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
 def _parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    return parser.parse_args([*"--clients 2 --turns 2 --document 20 --question 5 --answer 4".split(), *arguments])
+    small = "--clients 2 --turns 2 --document 20 --question 5 --answer 4 --beside 0"
+    return parser.parse_args([*small.split(), *arguments])
 
 
 def test_the_command(no_cluster: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +102,7 @@ def test_users_options_win() -> None:
     ("arguments", "message"),
     [
         (["--clients", "0"], "--clients 0"),
+        (["--beside", "-1"], "--beside -1: give 0 clients or more"),
         (["--local-prefill", "maybe"], "--local-prefill maybe: give off, auto or 1 token or more"),
         (["--local-prefill", "0"], "--local-prefill 0: give"),
         (["--", "--page-size", "maybe"], "--page-size maybe: must be a whole number"),

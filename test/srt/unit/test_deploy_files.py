@@ -97,6 +97,27 @@ def test_manifests_are_what_kubernetes_takes(overlay):
 
 
 @needs_kubectl
+def test_the_pod_monitor_finds_both_workers(tmp_path):
+    shutil.copytree(KUSTOMIZE, tmp_path / "kubernetes")
+    (tmp_path / "kustomization.yaml").write_text(
+        "resources: [kubernetes/base]\ncomponents: [kubernetes/components/pod-monitor]\n"
+    )
+    objects = build(tmp_path)
+    spec = one(objects, "PodMonitor", "pd-radix")["spec"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    found = [
+        o["metadata"]["name"]
+        for o in objects
+        if o["kind"] == "Deployment"
+        and spec["selector"]["matchLabels"].items() <= o["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert sorted(found) == ["decode", "prefill"]
+    for name in found:
+        of = container(objects, name)
+        assert endpoint["port"] in [port["name"] for port in of["ports"]] and "--enable-metrics" in of["args"]
+
+
+@needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_workers_and_gateway_take_their_options(overlay):
     objects = built(overlay)

@@ -61,6 +61,60 @@ def test_the_protocol_counts_what_ranks_agree_on_as_the_code_does():
     assert [words.index(word) for word in of_all.groups()] == [SHARED_FIGURES, CANDIDATES]
 
 
+# ---- README ----
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+#: What runs each command of README, as its beginning: the file of a test, or CI itself.
+RUN_BY = {
+    "make demo": "test/srt/e2e/test_readme.py",
+    "make test": ".ci/run",
+    "pip install .": "test/srt/unit/test_packaging.py",
+    "pip uninstall": "test/srt/unit/test_packaging.py",
+    "pd-radix doctor": "test/srt/unit/test_doctor.py",
+    "pd-radix make-model": "test/srt/unit/test_make_model.py",
+    "pd-radix up": "test/srt/e2e/test_up_command.py",
+    "pd-radix top": "test/srt/e2e/test_operate.py",
+    "pd-radix bench": "test/srt/e2e/test_readme.py",
+    "python -m sglang.launch_server": "test/srt/e2e/test_oracle.py",
+}
+
+
+def test_readme_is_short():
+    words = [word for word in README.split() if re.search(r"\w", word)]
+    assert len(words) <= 700, f"README has {len(words)} words"
+
+
+def test_readme_compares_with_what_else_there_is():
+    heading = next(line for line in README.splitlines() if "vLLM NixlConnector" in line)
+    assert all(name in heading for name in ("this package", "SGLang 0.5", "Dynamo"))
+    table = README.partition(heading)[2].partition("\n\n")[0]
+    for row in ("CUDA", "speculation", "DP ranks", "host memory", "computed on decode", "decode-to-prefill", "ITL"):
+        assert row in table
+    for row in ("lower bound", "fault tests", "seen on GPUs"):
+        assert row in table
+
+
+def test_readme_says_how_large_the_patch_is():
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "python" / "sglang").rglob("*.py"))
+    said = int(re.search(r"([\d,]+) lines in `python/sglang`", README)[1].replace(",", ""))
+    assert abs(lines - said) <= 500, f"{lines} lines"
+
+
+def test_every_command_of_readme_is_run_by_a_test():
+    blocks = re.findall(r"^    (?=\S)(.+)$", FENCE.sub("", README), re.MULTILINE)
+    commands = [*blocks, *re.findall(r"`(pip [^`]+)`", README)]
+    assert len(commands) >= 9
+    for command in commands:
+        (place,) = {file for start, file in RUN_BY.items() if command.startswith(start)}
+        assert (ROOT / place).is_file(), f"{command}: there is no {place}"
+
+
+def test_the_entry_of_the_next_release_is_short():
+    entry = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")[2].partition("\n###")[0]
+    assert 5 < len(entry.splitlines()) <= 25
+
+
 # ---- links ----
 
 

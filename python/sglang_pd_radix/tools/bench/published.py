@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +149,13 @@ class Row:
 
 #: A page below docs.
 _GPU = "lab/2026-11-26-h100.md#a-with-and-without-an-itl-target"
+GPU_RECORD = "h100"
 ROWS = (
     Row("a", "a", "on", "20 shared prefixes, 128 clients, decode short of memory, from a cold start"),
     Row("g", "g", "on", "new prefixes every round, into a pool full of old ones"),
     Row("aw", "aw", "on", "warm: 4 of 20 prefixes at a time, each asked for before"),
-    Row("h100", "a", "on", "the first on one H100, 0.94 billion parameters, bfloat16", _GPU),
-    Row("h100", "a", "shared", "the same, shared prefixes read once as well", _GPU),
+    Row(GPU_RECORD, "a", "on", "20 shared prefixes, 128 clients, 0.94 billion parameters, bfloat16 (H100)", _GPU),
+    Row(GPU_RECORD, "a", "shared", "the same, shared prefixes read once", _GPU),
 )
 #: Rows for which README's table has no room; docs/benchmarks.md has all.
 MORE_ROWS: tuple[Row, ...] = ()
@@ -199,25 +201,66 @@ def readme_row(records: Records, row: Row) -> list[str]:
     def ratio(key: str) -> str:
         return f"{_ratio_digits(over(pair, key))} x ({_ratio_digits(worst(found, _FIGURES[key]))})"
 
-    how = f"[how](docs/{row.how})" if row.how else f"`{records[row.record]['setting']['command']}`"
     return [
         row.text,
         f"{_change(pair, 'requests_per_s', 1)}: **{ratio('requests_per_s')}**",
         f"{_change(pair, 'ttft_p50_s', 1e-3)}: {ratio('ttft_p50_s')}",
         f"{_change(pair, 'itl_mean_s', 1e-3)}: {ratio('itl_mean_s')}",
         _change(pair, "sent_bytes", 2**20),
-        str(len(found)),
-        how,
     ]
 
 
-HEADING = ("workload", "requests/s", "TTFT p50, ms", "ITL mean, ms", "KV sent, MiB", "pairs", "command")
+HEADING = ("workload", "requests/s", "TTFT p50, ms", "ITL mean, ms", "KV sent, MiB")
 
 
 def readme(records: Records) -> str:
-    """README's figures: the demo, the table, and what is to be said of the answers."""
-    table = report.markdown_table(HEADING, [readme_row(records, row) for row in ROWS])
-    return "\n\n".join((_demo(records), table, f"{_READ} {_answers(records)}"))
+    """README's figures of GPUs, and of the demo."""
+    table = report.markdown_table(HEADING, [readme_row(records, row) for row in ROWS if row.record == GPU_RECORD])
+    return "\n\n".join((table, _READ, _demo(records)))
+
+
+# --------------------------------------------------------------------------------------------------------------- chat
+
+
+#: The records of ``pd-radix bench --aggregated`` by how many clients send long prompts beside the chats.
+CHAT = {"nobody": "chat-0", "2 clients": "chat-2", "4 clients": "chat-4", "6 clients": "chat-6"}
+CHAT_SIDES = {
+    "off": "flag off",
+    "sent": "flag, local prefill `off`",
+    "on": "flag, defaults",
+    "aggregated": "2 aggregated servers",
+}
+CHAT_HEADING = ("beside", "side", "TTFT p50 (p99), ms", "ITL mean (p99), ms", "requests/s", "runs")
+
+
+def chat_rows(records: Records, beside: str) -> list[list[str]]:
+    """The sides of the chat beside so many clients; each cell is the median of the runs. Raises PdRadixError."""
+    (entry,) = _record(records, CHAT[beside])["workloads"]
+    rows = []
+    for side, text in CHAT_SIDES.items():
+        runs = [run["figures"] for run in entry["runs"] if run["variant"] == side]
+
+        def median(key: str, unit: float = 1e-3, runs: list[dict[str, float]] = runs) -> str:
+            return _digits(statistics.median(run[key] for run in runs) / unit)
+
+        first = f"{median('later_ttft_p50_s')} ({median('later_ttft_p99_s')})"
+        itl = f"{median('itl_mean_s')} ({median('itl_p99_s')})"
+        rows.append([beside, text, first, itl, median("requests_per_s", 1), str(len(runs))])
+    return rows
+
+
+def readme_chat(records: Records) -> str:
+    """README's table of the chat: beside the most clients."""
+    rows = [row[1:4] for row in chat_rows(records, list(CHAT)[-1])]
+    return report.markdown_table(CHAT_HEADING[1:4], rows)
+
+
+def benchmarks_chat(records: Records) -> str:
+    """The table of docs/benchmarks.md: all of them."""
+    return report.markdown_table(CHAT_HEADING, [row for beside in CHAT for row in chat_rows(records, beside)])
+
+
+# --------------------------------------------------------------------------------------------------------- benchmarks
 
 
 BENCHMARKS_HEADING = ("workload", "pairs", *(_FIGURES[key].name for key in _ALL_FIGURES), "command")
@@ -226,7 +269,7 @@ BENCHMARKS_HEADING = ("workload", "pairs", *(_FIGURES[key].name for key in _ALL_
 def benchmarks(records: Records) -> str:
     """The table of docs/benchmarks.md: every figure of every row, off -> on of the median pair."""
     rows = [benchmarks_row(records, row) for row in (*ROWS, *MORE_ROWS)]
-    return report.markdown_table(BENCHMARKS_HEADING, rows)
+    return f"{report.markdown_table(BENCHMARKS_HEADING, rows)}\n\n{_answers(records)}"
 
 
 def benchmarks_row(records: Records, row: Row) -> list[str]:
@@ -237,10 +280,7 @@ def benchmarks_row(records: Records, row: Row) -> list[str]:
     return [row.text, str(len(found)), *(_both(off, on, _FIGURES[key], " → ") for key in _ALL_FIGURES), how]
 
 
-_READ = (
-    "Off → on, and on / off behind it, are of one pair of neighbouring runs: the one whose requests/s have the median "
-    "ratio of all pairs (of an even number the lower of the middle two). In brackets: the worst pair, for each figure."
-)
+_READ = "Each cell: off → on and on/off for the median pair of back-to-back runs; worst pair in brackets."
 
 
 def _demo(records: Records) -> str:
@@ -249,8 +289,8 @@ def _demo(records: Records) -> str:
     same = "all answers are the same" if demo["identical"] else "not all answers are the same"
     return (
         f"`{demo['setting']['command']}`, {chat['clients']} chats of {chat['turns']} turns: "
-        f"{sent['off'] / 2**20:.0f} MiB of KV sent with the flag off, {sent['on'] / 2**20:.0f} MiB with it on, "
-        f"{sent['on'] / least:.3f} times the least possible; {same}."
+        f"{sent['off'] / 2**20:.0f} MiB of KV with the flag off, {sent['on'] / 2**20:.0f} MiB with it on "
+        f"({sent['on'] / least:.3f} times the lower bound); {same}."
     )
 
 
