@@ -40,7 +40,7 @@ help:
 	@echo 'make test    lint and tests, with real servers on this machine'
 	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
 	@echo 'make test-all  the same, and what takes longest: all cells over both backends, workers that die'
-	@echo 'make chaos   a deployment of five under fire, over both backends: hours (docs/lab/2026-11-23-storms.md)'
+	@echo 'make chaos   a deployment of five under fire, over both backends: hours (what it judges: benchmark/chaos.py)'
 	@echo '               SEED=7 REQUESTS=1000    another storm, a shorter one; ARGS=--schedule=300 only says what it would do'
 	@echo '               TRACE=FILE              what is asked: a Mooncake-format trace, else a made one of that shape'
 	@echo 'make soak    an hour of mixed traffic, and whether anything grows: MINUTES=10, BACKEND=mooncake, TRACE=FILE'

@@ -1,4 +1,4 @@
-"""The published figures, made of the records in ``docs/lab/runs``: README's table, docs/benchmarks.md's, all pairs.
+"""The published figures, made of the records in ``benchmark/runs``: README's table, docs/benchmarks.md's, all pairs.
 
     python benchmark/figures.py                       # make them anew
     python benchmark/figures.py --take a=DIR demo=FILE
@@ -20,7 +20,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import published
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ROOT / "docs" / "lab" / "runs"
+RUNS = ROOT / "benchmark" / "runs"
 #: The files with figures, the name between whose marks they are, and what makes them.
 FILES = {
     ROOT / "README.md": ("figures", published.readme),

@@ -22,9 +22,10 @@ from sglang_pd_radix.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 #: A record says what was run when it was run; of those only the links have to hold.
-GUIDES = [page for page in PAGES if DOCS / "lab" not in page.parents]
+RECORDS = [DOCS / "evidence.md", ROOT / "benchmark" / "runs" / "README.md"]
+GUIDES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*RECORDS})]
+PAGES = [*GUIDES, *RECORDS]
 ENGINE = Path(importlib.util.find_spec("sglang").origin).parent
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -93,7 +94,7 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_can_be_reached():
-    """From README, by links; those of docs/lab by their folder."""
+    """From README, by links."""
     seen, left = set(), [ROOT / "README.md"]
     while left:
         page = left.pop()
@@ -103,7 +104,7 @@ def test_every_page_can_be_reached():
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
             if not re.match(r"[a-z]+:", target):
                 left.append((page.parent / target).resolve())
-    assert {*GUIDES} <= seen, [_name(page) for page in {*GUIDES} - seen]
+    assert {*PAGES} <= seen, [_name(page) for page in {*PAGES} - seen]
 
 
 def test_anchors_are_those_of_github():
