@@ -71,8 +71,6 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases python/sglang
-	@$(BIN)/pd-radix patches --markdown | cmp -s - docs/patches.md || { \
-		echo 'docs/patches.md is not the register: pd-radix patches --markdown > docs/patches.md' >&2; exit 1; }
 
 # The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
 # all of them hold is more than the 20,000 descriptors that some hosts allow. All at once: half of their time they wait.

@@ -34,12 +34,6 @@ def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def test_the_page_of_patches_is_the_register():
-    """Written by `pd-radix patches --markdown > docs/patches.md`."""
-    page = (DOCS / "patches.md").read_text()
-    assert page.strip() == registry.as_markdown(registry.replacements()).strip()
-
-
 def test_every_row_of_the_register_says_until_when():
     """By its file's `Upstream:` line, or its own: the number of a change of the engine, or that none is known."""
     silent = {row.file for row in registry.replacements() if not re.search(r"#\d+|\bnone\b", row.upstream)}
