@@ -248,3 +248,9 @@ def test_pages_named_in_code_are_there(folder):
             if not (ROOT / name).exists():
                 missing.append(f"{path.relative_to(ROOT)}: {name}")
     assert not missing, "\n".join(missing)
+
+
+def test_docs_can_be_read():
+    """What was measured is in git history, and what the code says is printed by a command."""
+    words = [word for page in DOCS.rglob("*.md") for word in page.read_text().split() if re.search(r"[^\W_]", word)]
+    assert len(words) <= 75_000, f"docs have {len(words)} words"
