@@ -40,7 +40,7 @@ help:
 	@echo 'make test    lint and tests, with real servers on this machine'
 	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
 	@echo 'make test-all  the same, and what takes longest: all cells over both backends, workers that die'
-	@echo 'make chaos   a deployment of five under fire, over both backends: hours (docs/lab/2026-11-23-storms.md)'
+	@echo 'make chaos   a deployment of five under fire, over both backends: hours (what it judges: benchmark/chaos.py)'
 	@echo '               SEED=7 REQUESTS=1000    another storm, a shorter one; ARGS=--schedule=300 only says what it would do'
 	@echo '               TRACE=FILE              what is asked: a Mooncake-format trace, else a made one of that shape'
 	@echo 'make soak    an hour of mixed traffic, and whether anything grows: MINUTES=10, BACKEND=mooncake, TRACE=FILE'
@@ -71,8 +71,6 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases python/sglang
-	@$(BIN)/pd-radix patches --markdown | cmp -s - docs/patches.md || { \
-		echo 'docs/patches.md is not the register: pd-radix patches --markdown > docs/patches.md' >&2; exit 1; }
 
 # The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
 # all of them hold is more than the 20,000 descriptors that some hosts allow. All at once: half of their time they wait.

@@ -1,4 +1,4 @@
-"""The published figures, made of the records in ``docs/lab/runs``: README's table, docs/benchmarks.md's, all pairs.
+"""The published figures, made of the records in ``benchmark/runs``: README's table, docs/benchmarks.md's, all pairs.
 
     python benchmark/figures.py                       # make them anew
     python benchmark/figures.py --take a=DIR demo=FILE

@@ -3,7 +3,7 @@
 Kinds: *known* of the run or its model; *fitted* to an outcome (``published.py``); *assumed*: nobody has measured it
 there. None of them is *measured*: the GPU of the published run is not the one that this project has had, and what is
 scaled from that one to it (`scaled_step`) is several times faster than the run was
-(docs/lab/2026-11-23-simulation.md).
+(docs/evidence.md#simulation-2026-11-23).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Gpu:
     call: float = 0.0
 
 
-# docs/lab/2026-11-23-h100.md, "On a GPU": memory, and the least squares of `decode_attention.py --triton-fit`.
+# docs/evidence.md#h100-2026-11-23: memory, and the least squares of `decode_attention.py --triton-fit`.
 H100 = Gpu(3.35e12, read=3.09e12, attention=2.78e12, call=8.2e-6)
 # The thread does not name the run's GPU. 37 prompts of FP8 KV and half of the weights are 168 GB on each, which no H200
 # has, and its author names this one.

@@ -87,7 +87,7 @@ def published() -> Times:
 
     They were fitted with one draw of which request has which prefix (seed 0). With others the simulated TTFT with the
     cache on is several times as long: prefill is so busy that it depends on how evenly three workers are asked; see
-    docs/lab/2026-11-23-simulation.md.
+    docs/evidence.md#simulation-2026-11-23.
 
     Assumed: the prefill router sends a prefix to the worker that has it (the run's front end, Dynamo, does).
     """
@@ -109,13 +109,15 @@ def published() -> Times:
         stride=4,
         prefill_cache=1_980_000,
         # Two partial results of 64 heads x 128, float32, in each of 64 layers, half of them on each GPU, at the 8.5 ps
-        # for a byte that an H100 took (docs/lab/2026-11-23-h100.md).
+        # for a byte that an H100 took (docs/evidence.md#h100-2026-11-23).
         step_merge=2 * 64 * 64 * 128 * 4 / 2 * 8.5e-12,
     )
 
 
 def this_machine() -> Times:
-    """Two CPU cores, the small model of ``pd-radix bench`` (docs/lab/2026-11-23-bench.md), one worker of each kind.
+    """Two CPU cores, the small model of ``pd-radix bench`` (docs/evidence.md#benchmark-2026-11-23).
+
+    One worker of each kind.
 
     * ``step`` and ``step_request``: workload (a), mean ITL 4.3 ms with 8.3 requests answered at a time and 7.2 ms with
       20.3; attention then went through requests one by one (`torch_native`), so their tokens count little.
@@ -145,7 +147,7 @@ def this_machine() -> Times:
 
 
 def one_gpu() -> Times:
-    """One H100 that prefill and decode share, a model of 0.94 billion parameters (docs/lab/2026-11-26-h100.md).
+    """One H100 that prefill and decode share, a model of 0.94 billion parameters (docs/evidence.md#h100-2026-11-26).
 
     * ``step``, ``step_request``: workload (a), ITL 2.2 ms with 21 and 3.4 with 57 running; (c), 1.5 ms with few.
     * ``computed``, and ``batch`` like it: a step over prompts, 15 to 18 ms whatever little it computes.

@@ -68,7 +68,7 @@ def deviation(answer: Answer, score: Answer) -> Deviation:
 
 
 # No noise lifts a limit above these, nats: the largest that rounding may do to a log-probability, and to the root mean
-# square of an answer's. By what was measured, see docs/lab/2026-11-23-verdicts.md.
+# square of an answer's. By what was measured, see docs/evidence.md#verdicts-2026-11-23.
 CEILINGS = {"float32": (0.01, 0.003), "": (0.5, 0.2)}
 
 

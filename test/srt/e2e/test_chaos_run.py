@@ -1,4 +1,4 @@
-"""Five minutes of `make chaos`: its own verdict, on both backends (docs/lab/2026-11-23-storms.md)."""
+"""Five minutes of `make chaos`: its own verdict, on both backends (docs/evidence.md#chaos-and-soak-2026-11-23)."""
 
 from __future__ import annotations
 

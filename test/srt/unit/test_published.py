@@ -15,7 +15,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import published, report
 
 ROOT = Path(__file__).parents[3]
-RUNS = ROOT / "docs" / "lab" / "runs"
+RUNS = ROOT / "benchmark" / "runs"
 spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmark" / "figures.py")
 figures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(figures)
@@ -195,9 +195,9 @@ def test_a_record_and_its_charts_are_taken(tmp_path, monkeypatch):
     (docs / "report").mkdir(parents=True)
     (docs / "report" / "a-ttft.svg").write_text("old")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
-    monkeypatch.setattr(figures, "RUNS", docs / "lab" / "runs")
+    monkeypatch.setattr(figures, "RUNS", docs.parent / "benchmark" / "runs")
     figures.take(f"a={tmp_path / 'a'}")
-    assert published.load(docs / "lab" / "runs") == {"a": published.compact(document)}
+    assert published.load(docs.parent / "benchmark" / "runs") == {"a": published.compact(document)}
     assert [path.name for path in (docs / "report").iterdir()] == ["a-ttft.svg"], "only what is shown already"
     assert (docs / "report" / "a-ttft.svg").read_text() != "old"
     demo = {
@@ -209,7 +209,7 @@ def test_a_record_and_its_charts_are_taken(tmp_path, monkeypatch):
     }
     (tmp_path / "demo.json").write_text(json.dumps(demo))
     figures.take(f"demo={tmp_path / 'demo.json'}")
-    record = published.load(docs / "lab" / "runs")["demo"]
+    record = published.load(docs.parent / "benchmark" / "runs")["demo"]
     assert record["sent_bytes"] == {"off": 5, "on": 5} and record["setting"] == {
         "command": "make demo",
         "backend": "nixl",

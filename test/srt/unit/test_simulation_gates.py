@@ -265,7 +265,7 @@ def test_a_constant_that_is_wrong_closes_a_gate(name, factor):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "factor"), [("bandwidth", 10), ("handshake", 50)])
 def test_what_the_published_figures_do_not_tell(name, factor):
-    """As docs/lab/2026-11-23-simulation.md says: if these close one, more is known than it says there."""
+    """As docs/evidence.md#simulation-2026-11-23 says: if these close one, more is known than it says there."""
     assert closed(at(name, factor)) == []
 
 

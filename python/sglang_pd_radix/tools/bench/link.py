@@ -23,7 +23,7 @@ from .workload import Tokens, Workload
 # What is told of a run over a link: what crossed it, and all that it may be made of.
 FIGURES = ("link_bytes", "state_bytes", "sent_runs", "requests")
 # Beside KV a request takes 3 to 4 KiB towards decode: metadata, replies, acknowledgements
-# (docs/lab/2026-11-21-link.md).
+# (docs/evidence.md#slow-links-2026-11-21).
 REQUEST_BYTES = 16 * 1024
 # Prompts that are prefilled, one at a time: the first pay for memory and kernels, the others are measured.
 WARM_UP_PROMPTS, MEASURED_PROMPTS = 4, 15

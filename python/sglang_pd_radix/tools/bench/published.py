@@ -1,7 +1,7 @@
 """What the documentation publishes: compact records of runs, and the tables that are made of them and of nothing else.
 
 A record is what is left of a report when what takes room is left out: of each run its figures, the side, and when it
-had its turn. `pd-radix bench` writes one beside its report; those that README cites lie in ``docs/lab/runs``.
+had its turn. `pd-radix bench` writes one beside its report; those that README cites lie in ``benchmark/runs``.
 """
 
 from __future__ import annotations
@@ -163,13 +163,13 @@ _FIGURES = {figure.key: figure for figure in report.FIGURES}
 _DOC_FIGURES = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s")
 _DOC_SIDES = ("sent_over_least", "peak_over_least", "running_max")
 _ALL_FIGURES = (*_DOC_FIGURES, *_DOC_SIDES)
-_MARK = "<!-- {}: made by `python benchmark/figures.py` from docs/lab/runs -->"
+_MARK = "<!-- {}: made by `python benchmark/figures.py` from benchmark/runs -->"
 _END = "<!-- end of {} -->"
 
 
 def _record(records: Records, name: str) -> Record:
     if name not in records:
-        raise PdRadixError(f"there is no record {name}.json in docs/lab/runs, of which README's figures are made")
+        raise PdRadixError(f"there is no record {name}.json in benchmark/runs, of which README's figures are made")
     return records[name]
 
 
@@ -310,7 +310,7 @@ def _answers(records: Records) -> str:
     text = f"Of {asked:,} answers in float32, {asked - different:,} are those of the first run with the flag off"
     known = [distance for distance in map(parted.apart, looks) if distance is not None]
     if len(known) < len(looks) or not all(map(parted.explained, looks)):
-        return f"{text}; rounding does not explain all of the others (docs/lab/runs)."
+        return f"{text}; rounding does not explain all of the others (benchmark/runs)."
     return f"{text}; the others part where two tokens, asked for again, are at most {max(known):.0e} nats apart."
 
 
@@ -345,7 +345,7 @@ def _ratio(value: float) -> str:
 
 
 def docs(records: Records) -> str:
-    """Every pair of the runs behind the tables, for docs/lab/runs."""
+    """Every pair of the runs behind the tables, for benchmark/runs."""
     parts, entries = [], []
     for name, key in dict.fromkeys((row.record, row.key) for row in (*ROWS, *MORE_ROWS)):
         entry, setting = _entry(records, name, key), records[name]["setting"]

@@ -13,7 +13,7 @@ from .kv_record import KvDifference, kv_difference
 from .script import Wave
 
 # What KV may be off by, in parts of its size, whatever the noise; and what it may be off by where there is none. By
-# what was measured, see docs/lab/2026-11-23-verdicts.md: that of another token is off by about 1.
+# what was measured, see docs/evidence.md#verdicts-2026-11-23: that of another token is off by about 1.
 KV_CEILINGS = {"float32": 0.01, "": 0.3}
 KV_LEAST_LIMIT = 1e-4
 # Of each part of a run so many failures are told one by one.

@@ -20,7 +20,7 @@ from .option import is_windowed
 from .running_groups import RunningGroups
 from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared
 
-# Fitted on an H100: docs/lab/2026-11-23-h100.md.
+# Fitted on an H100: docs/evidence.md#h100-2026-11-23.
 #: Bytes that a GPU reads in a nanosecond of attention.
 BANDWIDTH = 2800.0
 #: Nanoseconds for a byte of a partial result, which is written by one kernel and read by another.
