@@ -20,7 +20,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import published
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ROOT / "docs" / "lab" / "runs"
+RUNS = ROOT / "benchmark" / "runs"
 #: The files with figures, the names between whose marks they are, and what makes them.
 FILES = {
     ROOT / "README.md": {"figures": published.readme, "chat": published.readme_chat},

@@ -148,7 +148,7 @@ class Row:
 
 
 #: A page below docs.
-_GPU = "lab/2026-11-26-h100.md#a-with-and-without-an-itl-target"
+_GPU = "evidence.md#h100-2026-11-26"
 GPU_RECORD = "h100"
 ROWS = (
     Row("a", "a", "on", "20 shared prefixes, 128 clients, decode short of memory, from a cold start"),
