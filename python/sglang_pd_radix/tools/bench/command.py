@@ -21,11 +21,11 @@ from typing import Any
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import netns, process_group
+from sglang_pd_radix.tools.arguments import hidden
 from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway
 from sglang_pd_radix.tools.locked_directory import alone
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
-from sglang_pd_radix.tools.thorough.runner import hidden
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
 from . import breakdown, chats, goodput, link, parted, published, report
