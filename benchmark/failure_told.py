@@ -41,7 +41,7 @@ from faults import books, deploy
 from faults.traffic import WORDS
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import netns, process_group
+from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.cluster import Cluster, local_session
 from sglang_pd_radix.tools.make_model import make_model
 

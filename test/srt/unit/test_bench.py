@@ -497,22 +497,6 @@ def test_the_report_is_complete_and_needs_nothing_else(tmp_path, chat):
     assert ("| least possible | TTFT p50, ms, off | TTFT p50, ms, on |" in text) == chat
 
 
-def test_the_report_of_a_run_over_a_link_names_it(tmp_path):
-    document = a_document()
-    assert "over the link" not in report.markdown(document)
-    (entry,) = document["workloads"]
-    told = "Link of 20 Mbit/s (auto:4)"
-    entry |= {"link": {"name": "auto-4"}, "notes": [told], "title": "chat, link of 20 Mbit/s (auto:4)"}
-    for run in entry["runs"]:
-        run["figures"]["link_bytes"] = 2**20 * run["number"]
-    report.finish(entry)
-    files = report.write(document, tmp_path)
-    assert {f.name for f in files} >= {"a-auto-4-ttft.svg"}
-    text = (tmp_path / "report.md").read_text()
-    assert told in text and "| bytes over the link, MiB | 1.5 (1.0–2.0) |" in text
-    assert told in (tmp_path / "report.html").read_text()
-
-
 def test_every_policy_is_compared_with_itself():
     names = ["off cache_aware", "on cache_aware", "off round_robin", "on round_robin"]
     assert report.pairs({"variants": names}) == [report.Pair(*names[:2]), report.Pair(*names[2:])]

@@ -38,7 +38,6 @@ def value(planned, option):
     [
         (["--aggregated"], "--aggregated is for the workloads c, i and j"),
         (["--aggregated", "--only", "c,a"], "--aggregated is for the workloads c, i and j"),
-        (["--aggregated", "--only", "c", "--link", "1gbit"], "--aggregated goes without --link"),
         (["--aggregated", "--only", "c", "--slo", "ttft=9,itl=9"], "--aggregated goes without --slo"),
         (["--compare", "aggregated:--x"], "aggregated is the name of something else"),
     ],

@@ -597,6 +597,6 @@ def test_bounds_of_running_requests_are_sides_without_the_flag():
 
 
 def test_what_does_not_go_with_it():
-    for more in (["--slo-seconds", "0"], ["--link", "100mbit"]):
+    for more in (["--slo-seconds", "0"], ["--breakdown"]):
         with pytest.raises(PdRadixError, match="--slo"):
             command.run(options("--slo", "ttft=500,itl=30", *more))

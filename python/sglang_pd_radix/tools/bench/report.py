@@ -58,8 +58,6 @@ FIGURES = (
     Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
     Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
-# Of runs over a limited link only; headers and handshake included.
-LINK_FIGURE = Figure("link_bytes", "bytes over the link, MiB", 2**20, 1)
 # Where a side has no prefill worker.
 CPU_FIGURE = Figure("cpu_s", "CPU time of all workers per request, ms", 1e-3, 2)
 # Of chats: first tokens of first turns, which nobody has anything of, and of all later ones.
@@ -75,7 +73,7 @@ STEADY_FIGURES = (
     Figure("steady_requests", "long prompts beside, answered", digits=0, good=""),
     Figure("steady_p50_s", "long prompts beside, time p50, ms", 1e-3, 0),
 )
-MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, LINK_FIGURE, CPU_FIGURE)
+MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
@@ -87,7 +85,7 @@ OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": 
 
 def figures_of(entry: Document) -> tuple[Figure, ...]:
     """The rows of a workload's table."""
-    shown = {LINK_FIGURE: "link" in entry, CPU_FIGURE: AGGREGATED.name in entry["variants"]}
+    shown = {CPU_FIGURE: AGGREGATED.name in entry["variants"]}
     known = entry["runs"][0]["figures"]
     return (*FIGURES, *(figure for figure in MORE_FIGURES if shown.get(figure, figure.key in known)))
 
@@ -567,8 +565,7 @@ def write(document: Document, out: Path) -> list[Path]:
         "report.html": html(document),
     }
     for entry in document["workloads"]:
-        prefix = f"{entry['key']}-{entry['link']['name']}" if "link" in entry else entry["key"]
-        files |= {f"charts/{prefix}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
+        files |= {f"charts/{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
