@@ -121,7 +121,7 @@ def this_machine() -> Times:
       20.3; attention then went through requests one by one (`torch_native`), so their tokens count little.
     * ``token``: workload (e), 41 prompts of 384 tokens a second, 14.5 ms of prefill's CPU time each. ``batch``: of the
       74 ms that are TTFT p50 in (a), most is waiting for schedulers that share the cores.
-    * ``latency``: 2.4 to 5.3 ms for one transfer (``bench_nixl.py``) and a look at the queue.
+    * ``latency``: 2.4 to 5.3 ms for one transfer (docs/lab/2026-11-21-transfers.md) and a look at the queue.
 
     Prefill and decode share the cores there and do not here.
     """
