@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Process, Progress, http, local_session
+from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Process, Progress, http
 
 from . import netns
 from .schedule import Event
@@ -297,9 +297,3 @@ class Fire:
         finally:
             self.hosts.set_rate(None)
         return "at full rate again"
-
-
-def abort_all(url: str) -> None:
-    """Have a worker abort what it has."""
-    with local_session() as session:
-        session.post(url + "/abort_request", json={"abort_all": True}, timeout=30)

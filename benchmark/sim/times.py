@@ -70,7 +70,7 @@ def published() -> Times:
     """sgl-project/sglang#19746: Qwen3-32B, FP8 KV, page 64, TP 2, three prefill workers and one decode worker, NIXL.
 
     What was published is in ``published.py``, with the constant that was fitted to each outcome, and those that were
-    held out; where each constant comes from is in ``constants.py``. How the fitted ones were found:
+    held out. How the fitted ones were found:
 
     * The pool (in ``workload.py``): 37 requests of 54.5K tokens and the reserve of 512 fit in it without the cache.
     * ``step`` and ``step_token``: mean ITL, off and on. By Little's law 1.21 x 355 x 0.0656 = 28 requests run with the

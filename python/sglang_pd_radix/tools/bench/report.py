@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -165,33 +165,18 @@ def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
 
 # -------------------------------------------------------------------------------------------------------------- JSON
 
-# Where a workload has figures. One that is not known is NaN, and null in JSON, which has no NaN.
-_WITH_FIGURES = ("page_bytes", "ratios", "runs", "summary")
-
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """The report for machines."""
-    known = _each(document, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
-    return json.dumps(known, indent=1, allow_nan=False) + "\n"
+    """The report for machines. A figure that is not known is NaN, and null in JSON, which has no NaN."""
+    return json.dumps(_known(document), indent=1, allow_nan=False) + "\n"
 
 
-def of_json(document: Document) -> Document:
-    """A report that has been read from its JSON, with NaN for figures that are not known, as all else here wants it."""
-
-    def known(key: str, value: Any) -> Any:
-        return _each(value, lambda one: math.nan if one is None else one) if key in _WITH_FIGURES else value
-
-    workloads = [{key: known(key, value) for key, value in entry.items()} for entry in document["workloads"]]
-    return {**document, "workloads": workloads}
-
-
-def _each(value: Any, made: Callable[[Any], Any]) -> Any:
-    """``value`` with what is ``made`` of each single value in its lists and dicts."""
+def _known(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _each(one, made) for key, one in value.items()}
+        return {key: _known(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_each(one, made) for one in value]
-    return made(value)
+        return [_known(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------- Markdown
