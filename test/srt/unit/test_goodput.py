@@ -279,7 +279,7 @@ def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monke
     sizes, document = command.chosen_sizes(args), {"workloads": []}
     load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
     show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
-    command._all(args, sizes, [deploy.OFF], 1, "m", [], [], load, document, show)
+    command._all(args, sizes, [deploy.OFF], 1, "m", [], load, document, show)
     assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
 
 
@@ -520,10 +520,6 @@ def test_of_few_requests_the_column_of_99_percent_is_empty_and_says_why():
     assert goodput.table(goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search}, []))[1][0][4] == (
         "at least 4.50"
     )
-
-
-def test_a_measurement_says_of_how_many_requests_it_is():
-    assert goodput.told(trial(2.0, 0.95, 40)).startswith("95% of 40 requests within both, ")
 
 
 # ---- a load generator that is late ----
