@@ -105,7 +105,7 @@ chaos: setup
 
 soak: setup
 	$(BIN)/python benchmark/soak.py --minutes $(MINUTES) --backend $(BACKEND) --seed $(SEED) \
-		$(if $(TRACE),--trace '$(TRACE)') --plot build/soak $(ARGS)
+		$(if $(TRACE),--trace '$(TRACE)') $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

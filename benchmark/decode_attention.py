@@ -1,12 +1,9 @@
 """What one layer's decode attention takes: the engine's, the batch at once, shared prefixes once.
 
     python benchmark/decode_attention.py [--threads N] [--runs N]      the three sides on a CPU host, in turns
-    python benchmark/decode_attention.py --plots DIR                  over the lengths of what is shared and what is not
-    python benchmark/decode_attention.py --grouping                   what it costs to find out what is shared
     python benchmark/decode_attention.py --fit                        the constants of the cost model
     python benchmark/decode_attention.py --triton                     on a GPU: the engine's triton backend and ours
     python benchmark/decode_attention.py --triton-fit                 on a GPU: when ours pays, and its constants
-    python benchmark/decode_attention.py --triton-grouping            what ours has the scheduler do, on any host
 
 The real backends on the real pools; no model, no server. "Limit" is the time in which the step's distinct KV can be
 read once from memory, at the speed at which this machine sums 256 MiB (a GPU: 4 GiB). On a GPU layers run from a CUDA
@@ -22,9 +19,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +30,7 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.shared_prefix import triton_shared
-from sglang.srt.layers.attention.shared_prefix.levels import LayerShape, Level
-from sglang.srt.layers.attention.shared_prefix.running_groups import RunningGroups
-from sglang.srt.layers.attention.shared_prefix.triton_plan import PARTS, levels_within, make_plan, make_tiling
+from sglang.srt.layers.attention.shared_prefix.levels import Level
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
@@ -46,7 +40,6 @@ from sglang_pd_radix.supplied.cpu_host.attention import backend
 from sglang_pd_radix.supplied.cpu_host.attention.backend import COSTS, TorchBatchedAttnBackend
 from sglang_pd_radix.supplied.cpu_host.attention.kernel import Workspace, decode_attention
 from sglang_pd_radix.supplied.cpu_host.attention.plan import Layout
-from sglang_pd_radix.tools.bench.chart import Chart, Line
 
 # Without the engine's process groups.
 backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]
@@ -69,15 +62,13 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-# Also the one that is plotted.
-MAKE_MODEL = Case("model of `make-model`", 32, 4, 1024, 200, 16, 8, 64)
 CASES = (
     Case("8 heads, page 1", 24, 4, 1024, 200, 8, 8, 64, page=1),
     Case("GQA 32:8", 24, 4, 1024, 200, 32, 8, 128),
     Case("GQA 32:8, bf16", 24, 4, 1024, 200, 32, 8, 128, dtype=torch.bfloat16),
     Case("MLA, 16 heads", 24, 4, 1024, 200, 16, 0, 576),
     Case("model of `bench`", 128, 4, 1024, 200, 2, 1, 32),
-    MAKE_MODEL,
+    Case("model of `make-model`", 32, 4, 1024, 200, 16, 8, 64),
     Case("GQA 32:8, nothing shared", 24, 24, 0, 700, 32, 8, 128),
 )
 
@@ -373,46 +364,6 @@ def fit_triton(runs: int) -> None:
     )
 
 
-def triton_grouping(runs: int) -> None:
-    """What the triton form has the scheduler do on the host for 256 requests, but for what it launches on a device."""
-    print("256 requests, one of which leaves and comes back before each step; GQA 32:8, bf16; milliseconds, median.\n")
-    print("| prefixes | shared | page | same batch | changed | tree | levels | plan | array | its size |")
-    print("|" + "---|" * 10)
-    for groups, shared, page in ((8, 1024, 1), (8, 1024, 16), (8, 8192, 16), (128, 1024, 16)):
-        pool = ReqToTokenPool(256, shared + 400, "cpu", False)
-        for row in range(256):
-            pool.req_to_token[row, :shared] = torch.arange(shared) + row % groups * shared
-            pool.req_to_token[row, shared:] = torch.arange(400) + 10**7 + 1000 * row
-        running = RunningGroups(pool, page)
-        costs = triton_shared.costs_of(32, 128)
-        shape, tiling = LayerShape(32, 8, 256, 4096), make_tiling(4, 8, 128, 2, 132)
-        rows, most = list(range(256)), PARTS * 256
-        times: dict[str, list[float]] = {name: [] for name in ("same", "changed", "tree", "levels", "plan", "array")}
-        while running.follow(rows, [shared + 200] * 256):
-            pass
-        for turn in range(4 * runs):
-            lens = [shared + 201 + turn] * 256
-            at = [time.perf_counter()]
-            running.follow(rows, lens)
-            times["same"].append(time.perf_counter() - at[0])
-            pool.write((turn, slice(0, shared)), pool.req_to_token[turn, :shared].clone())
-            at = [time.perf_counter()]
-            running.follow(rows, lens)
-            at.append(time.perf_counter())
-            levels = levels_within(running.prefixes, shape, costs, most)
-            at.append(time.perf_counter())
-            plan = make_plan(levels, rows, tiling, most)
-            plan.gain(shape, costs)
-            at.append(time.perf_counter())
-            packed = plan.packed(256)
-            at.append(time.perf_counter())
-            times["changed"].append(at[-1] - at[0])
-            for name, began, ended in zip(("tree", "levels", "plan", "array"), at, at[1:], strict=False):
-                times[name].append(ended - began)
-        cells = [str(groups), str(shared), str(page), *(f"{1e3 * statistics.median(t):.3f}" for t in times.values())]
-        print("| " + " | ".join(cells) + f" | {packed.nbytes / 1024:.0f} KiB |", flush=True)
-
-
 def compare(runs: int) -> None:
     """The table of the three sides."""
     speed = told_speed()
@@ -460,65 +411,6 @@ def sides_in_turns(batch: Batch, runs: int) -> tuple[dict[str, TorchNativeAttnBa
     return sides, in_turns({name: lambda side=side: batch.run(side)[0] for name, side in sides.items()}, runs)
 
 
-COLORS = {"loop": "#9ca3af", "batched": "#2563eb", "shared": "#dc2626"}
-
-
-def plots(runs: int, folder: Path) -> None:
-    """Draw the three sides and the limit over the shared and over the own tokens of each request, and print both."""
-    folder.mkdir(parents=True, exist_ok=True)
-    speed, case = told_speed(), MAKE_MODEL
-    print("| shared | own | loop | batched | shared once | limit |\n" + "|---" * 6 + "|")
-    title = f"One layer's decode attention, {case.requests} requests in {case.groups} groups"
-    for over, lengths in (("shared", (0, 512, 1024, 2048, 4096, 8192)), ("own", (16, 100, 200, 400, 800, 1600))):
-        points: dict[str, list[tuple[float, float]]] = {name: [] for name in (*COLORS, "limit")}
-        for length in lengths:
-            batch = Batch(replace(case, **{over: length}))
-            _, took = sides_in_turns(batch, runs)
-            took["limit"] = batch.distinct * batch.kv_bytes / speed
-            for name, line in points.items():
-                line.append((length, 1e3 * took[name]))
-            cells = [f"{batch.case.shared}", f"{batch.case.own}", *(f"{1e3 * took[name]:.2f}" for name in points)]
-            print("| " + " | ".join(cells) + " |", flush=True)
-        lines = [Line(name, color, points[name]) for name, color in COLORS.items()]
-        lines.append(Line("distinct KV read once", "#111827", points["limit"], dashed=True))
-        fixed = f"{case.own} of their own" if over == "shared" else f"{case.shared} shared"
-        chart = Chart(f"{title}, {fixed}", f"{over} tokens of each request", "ms", lines)
-        (folder / f"attention-{over}.svg").write_text(chart.picture())
-
-
-def grouping(runs: int) -> None:
-    """What the plan of a step takes for 256 requests, beside one layer of it."""
-    print("256 requests in 8 groups, of 1024 shared and 200 own tokens; milliseconds, median.\n")
-    print("| page | layer | attention, a layer | plan, same batch | plan, one request changed | of it, grouping |")
-    print("|" + "---|" * 6)
-    for page in (1, 16):
-        for name, heads, kv_heads, dim in (("model of `bench`", 2, 1, 32), ("model of `make-model`", 16, 8, 64)):
-            batch = Batch(Case(name, 256, 8, 1024, 200 + 2 * runs, heads, kv_heads, dim, page=page))
-            batch.length = 1024 + 200
-            made = batch.backend(TorchBatchedAttnBackend)
-            assert isinstance(made, TorchBatchedAttnBackend)
-            attention = in_turns({"": lambda batch=batch, made=made: batch.run(made)[0]}, 5)[""]
-            times: dict[str, list[float]] = {"same": [], "changed": [], "levels": []}
-            inner = made._levels
-
-            def timed(*args, inner=inner, levels=times["levels"]):
-                began = time.perf_counter()
-                found = inner(*args)
-                levels.append(time.perf_counter() - began)
-                return found
-
-            made._levels = timed  # type: ignore[method-assign]
-            for turn in range(2 * runs):
-                if turn % 2:
-                    batch.pool.write((turn, slice(0, len(batch.rows[turn]))), batch.rows[turn])
-                step = batch.step(batch.length + turn + 1)
-                began = time.perf_counter()
-                made.init_forward_metadata(step)
-                times["changed" if turn % 2 else "same"].append(time.perf_counter() - began)
-            cells = [f"{1e3 * statistics.median(taken):.3f}" for taken in times.values()]
-            print(f"| {page} | {name} | {1e3 * attention:.2f} | " + " | ".join(cells) + " |", flush=True)
-
-
 def fit(runs: int) -> None:
     """Print the constants of the cost model: least squares of relative errors over layers, lengths and batches."""
     rows = []
@@ -557,13 +449,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="of each side, in turns (default: 15)")
-    parser.add_argument("--grouping", action="store_true", help="what the plan of a step costs")
     parser.add_argument("--fit", action="store_true", help="the constants of the cost model")
     parser.add_argument("--triton", action="store_true", help="the triton backends, on a GPU")
     parser.add_argument("--triton-fit", action="store_true", help="when sharing pays on this GPU")
     parser.add_argument("--interpret", action="store_true", help="with --triton: small, in Triton's interpreter")
-    parser.add_argument("--triton-grouping", action="store_true", help="what the triton form does on the host")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the three sides over the tokens of a request")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -572,11 +461,7 @@ def main() -> None:
             parser.error("--interpret goes with TRITON_INTERPRET=1 in the environment, and neither without the other")
         compare_triton(args.runs, args.interpret)
         return
-    if args.plots:
-        plots(args.runs, args.plots)
-        return
-    others = {"triton_fit": fit_triton, "triton_grouping": triton_grouping, "grouping": grouping, "fit": fit}
-    chosen = next((run for name, run in others.items() if getattr(args, name)), compare)
+    chosen = fit_triton if args.triton_fit else fit if args.fit else compare
     chosen(args.runs)
 
 

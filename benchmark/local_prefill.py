@@ -3,7 +3,6 @@
     python benchmark/local_prefill.py --runs 3
     python benchmark/local_prefill.py --only busy --runs 3 --local 64 --json local.json
     python benchmark/local_prefill.py --only alternating --turns 13 --long-every 12 --read 64
-    sudo python benchmark/local_prefill.py --only alternating --read 64 --link 400mbit,100mbit
 
 One prefill and three decode workers: the flag off, on, and on with --disaggregation-decode-local-prefill. With --read,
 one more of each: the last as before, and a prefill that reads from it. The sides take turns, in every other run the
@@ -17,9 +16,6 @@ other way round, with the same requests; answers must be the same.
 
 Both workers are asked at once, as a gateway does, and the first token counts when prefill has answered too: a gateway
 hands on decode's answer only then.
-
-With --link, prefill is on one made host and the decode workers on another; what goes between them passes a link of that
-rate. What it carried to prefill are requests, and KV that prefill read.
 """
 
 from __future__ import annotations
@@ -32,9 +28,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +40,6 @@ import psutil
 import requests
 from faults.traffic import WORDS
 
-from sglang_pd_radix.tools import netns
 from sglang_pd_radix.tools.bench.stats import percentile
 from sglang_pd_radix.tools.chat_local import LOCAL_FLAG
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
@@ -83,8 +78,8 @@ class Told:
 class Side:
     """A prefill and one decode worker of the cluster."""
 
-    def __init__(self, cluster: Cluster, decode: int, prefill: int = 0, hosts: netns.TwoHosts | None = None):
-        self._cluster, self._hosts = cluster, hosts
+    def __init__(self, cluster: Cluster, decode: int, prefill: int = 0):
+        self._cluster = cluster
         workers = {role: [p for p in cluster.processes if p.role == role] for role in ("prefill", "decode")}
         self.prefill, self.decode = workers["prefill"][prefill], workers["decode"][decode]
         self._threads = ThreadPoolExecutor(64)
@@ -129,27 +124,6 @@ class Side:
     def sent_bytes(self) -> float:
         text = requests.get(self.prefill.url + "/metrics", timeout=30).text
         return parse_counters(text, PREFILL_COUNTERS).get("sent_bytes", 0.0)
-
-    def carried_back(self) -> int:
-        """Bytes that the link has carried to prefill; 0 without one."""
-        return self._hosts.carried().to_prefill if self._hosts else 0
-
-
-def over_links(
-    rates: str | None, model: str, options: dict[str, Any]
-) -> Generator[tuple[str, Cluster, netns.TwoHosts | None], None, None]:
-    """A cluster whose prefill and decode are joined by a link of each of ``rates`` ("2gbit,500mbit") in turn; without
-    any, once, on this host. With it the link's name, and the hosts."""
-    limits = [netns.bits_per_s(text) for text in rates.split(",")] if rates else []
-    with netns.TwoHosts() if limits else nullcontext() as hosts:
-        if hosts is not None:
-            options = options | {"hosts": {"prefill": hosts.prefill, "decode": hosts.decode}}
-        with Cluster(model, **options) as cluster:
-            if hosts is None:
-                yield "", cluster, None
-            for limit in limits:
-                hosts.set_rate(limit)
-                yield f"link of {netns.rate_text(limit)}", cluster, hosts
 
 
 def words(rnd: random.Random, count: int) -> list[int]:
@@ -205,11 +179,10 @@ def run(case: str, side: Side, other: Side, seed: int, args: argparse.Namespace)
     side.flush()
     with noise(case, side, other, seed) as beside:
         cpu, sent = [side.cpu_s(p) for p in (side.prefill, side.decode)], side.sent_bytes()
-        back = side.carried_back()
         with ThreadPoolExecutor(clients) as pool:
             chats = list(pool.map(lambda c: chat(side, c, turns, seed, long_every), range(clients)))
         cpu = [side.cpu_s(p) - was for p, was in zip((side.prefill, side.decode), cpu, strict=True)]
-        sent, back = side.sent_bytes() - sent, side.carried_back() - back
+        sent = side.sent_bytes() - sent
     later = [told.ttft for one in chats for told in one[1:]]
     long = [one[turn].ttft for one in chats for turn in long_turns(turns, long_every)]
     gaps = [gap for told in beside for gap in told.gaps if told.token_at]
@@ -221,7 +194,6 @@ def run(case: str, side: Side, other: Side, seed: int, args: argparse.Namespace)
         "prefill_cpu_s": cpu[0],
         "decode_cpu_s": cpu[1],
         "sent_mib": sent / 2**20,
-        "back_mib": back / 2**20,
         "answers": [[told.tokens for told in one] for one in chats],
     }
 
@@ -241,24 +213,21 @@ def row(case: str, side: str, runs: list[dict[str, Any]]) -> str:
         middle(lambda one: one["prefill_cpu_s"]),
         middle(lambda one: one["decode_cpu_s"]),
         middle(lambda one: one["sent_mib"]),
-        middle(lambda one: one["back_mib"] or float("nan")),
     ]
     return f"| {case} | {side} | " + " | ".join("" if c != c else f"{c:.1f}" for c in cells) + " |"
 
 
-def measure(
-    cluster: Cluster, hosts: netns.TwoHosts | None, count: int, args: argparse.Namespace, title: str
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def measure(cluster: Cluster, count: int, args: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs of ``count`` sides by case and side, printed as they come."""
     names = SIDES[:count]
-    sides = [Side(cluster, i, int(name == "read"), hosts) for i, name in enumerate(names)]
+    sides = [Side(cluster, i, int(name == "read")) for i, name in enumerate(names)]
     # Who keeps a side's prefill busy has another decode worker.
-    others = [Side(cluster, 0 if i else 1, int(name == "read"), hosts) for i, name in enumerate(names)]
+    others = [Side(cluster, 0 if i else 1, int(name == "read")) for i, name in enumerate(names)]
     print(
-        f"| {title or 'case'} | side | TTFT p50, ms | p99 | long turns p50 | ITL of others mean, ms | p99 "
-        "| prefill CPU, s | decode CPU, s | KV, MiB | carried to prefill, MiB |"
+        "| case | side | TTFT p50, ms | p99 | long turns p50 | ITL of others mean, ms | p99 "
+        "| prefill CPU, s | decode CPU, s | KV, MiB |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     found = {}
     for case in args.only.split(","):
         runs: dict[str, list] = {name: [] for name in names}
@@ -287,9 +256,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--options", default="", help="more options of all workers")
     parser.add_argument("--backend", default="nixl")
     parser.add_argument("--model", help="default: a made one")
-    parser.add_argument(
-        "--link", metavar="RATES", help="of the link between prefill and decode, as 400mbit,100mbit; as root"
-    )
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     model = args.model or str(make_model(Path(tempfile.mkdtemp()) / "model"))
@@ -301,15 +267,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         workers = {"decode_args": [*workers["decode_args"], local], "prefill_args": [[], [READ_FLAG, str(args.read)]]}
     workers |= {role: len(workers[f"{role}_args"]) for role in ("prefill", "decode")}
     workers |= {"common_args": common, "backend": args.backend}
-    found: dict[str, Any] = {}
-    with closing(over_links(args.link, model, workers)) as links:
-        for title, cluster, hosts in links:
-            found[title] = measure(cluster, hosts, workers["decode"], args, title)
+    with Cluster(model, **workers) as cluster:
+        found = measure(cluster, workers["decode"], args)
     if args.json:
         args.json.write_text(json.dumps(found))
-    cases = [runs for measured in found.values() for runs in measured.values()]
     same = all(
-        [a["answers"] for a in side] == [b["answers"] for b in runs["off"]] for runs in cases for side in runs.values()
+        [a["answers"] for a in side] == [b["answers"] for b in runs["off"]]
+        for runs in found.values()
+        for side in runs.values()
     )
     print("All answers are the same." if same else "ANSWERS DIFFER between the sides.")
     return 0 if same else 1

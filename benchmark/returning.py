@@ -3,16 +3,12 @@
     python benchmark/returning.py --runs 3
     python benchmark/returning.py --clients 24 --turns 4 --prefill-pool 16384 --json returning.json
     python benchmark/returning.py --sides "off,tree and host,write_back,write_through_selective"
-    sudo python benchmark/returning.py --runs 1 --link 2gbit,500mbit,125mbit
 
 One prefill and a decode worker for each side: the flag off, on, on with --enable-hierarchical-cache, and that with
 another --hicache-write-policy (only with --sides). Each client has a
 conversation of its own, and a round is one turn of every client, so that before a conversation comes back all others
 have passed through the pool: the least recently used is always the one that is wanted next. The sides take turns, in
 every other run the other way round, with the same requests; answers must be the same.
-
-With --link, prefill is on one made host and the decode workers on another; what goes between them passes a link
-of that rate.
 
 KV sent / least: the least is what a decode worker needs that forgets nothing, in pages.
 """
@@ -27,14 +23,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from local_prefill import Side, Told, over_links, words
+from local_prefill import Side, Told, words
 
 from sglang_pd_radix.tools.bench.stats import percentile
-from sglang_pd_radix.tools.cluster import RADIX_FLAG
+from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import server_info
 
@@ -100,8 +95,8 @@ def row(name: str, runs: Sequence[dict[str, Any]], page_bytes: float) -> str:
     return f"| {name} | " + " | ".join(f"{cell:.2f}" if cell < 20 else f"{cell:.0f}" for cell in cells) + " |"
 
 
-def measure(sides: dict[str, Side], args: argparse.Namespace, title: str) -> dict[str, list[dict[str, Any]]]:
-    """All runs of all sides, by name, and their table. title: what is told above it."""
+def measure(sides: dict[str, Side], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """All runs of all sides, by name, and their table."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for n in range(args.runs + 1):
         for name in list(sides) if n % 2 else reversed(sides):
@@ -113,8 +108,6 @@ def measure(sides: dict[str, Side], args: argparse.Namespace, title: str) -> dic
     # Bytes of a page, from what off sends: every page of every prompt.
     prompts = sum(-(-(DOCUMENT + turn * (ANSWER + QUESTION)) // PAGE) for turn in range(args.turns)) * args.clients
     page_bytes = statistics.median(one["sent_bytes"] for one in runs["off"]) / prompts
-    if title:
-        print(f"\n{title}\n")
     print("| side | KV sent / least | KV, MiB | TTFT p50, ms | p99 | ITL mean, ms | prefill CPU, s | decode CPU, s |")
     print("|---|---|---|---|---|---|---|---|")
     for name in runs:
@@ -141,9 +134,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--options", default="", help="more options of all workers")
     parser.add_argument("--backend", default="nixl")
     parser.add_argument("--model", help="default: a made one")
-    parser.add_argument(
-        "--link", metavar="RATES", help="of the link between prefill and decode, as 2gbit,500mbit; as root"
-    )
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args(argv)
     if args.sides[0] != SIDES[0] or not set(args.sides) <= set(SIDES):
@@ -155,25 +145,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = [*on, "--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio)]
     policies = ([*host, "--hicache-write-policy", name] for name in SIDES[3:])
     of_side = dict(zip(SIDES, (pool, on, host, *policies), strict=True))
-    options = {
+    options: dict[str, Any] = {
         "decode": len(args.sides),
         "decode_args": [of_side[name] for name in args.sides],
         "prefill_args": ["--max-total-tokens", str(args.prefill_pool)],
         "common_args": common,
         "backend": args.backend,
     }
-    found: dict[str, Any] = {}
-    with closing(over_links(args.link, model, options)) as links:
-        for title, cluster, _ in links:
-            found[title] = measure({name: Side(cluster, i) for i, name in enumerate(args.sides)}, args, title)
+    with Cluster(model, **options) as cluster:
+        runs = measure({name: Side(cluster, i) for i, name in enumerate(args.sides)}, args)
     if args.json:
-        args.json.write_text(json.dumps(found))
-    same = all(
-        [one["answers"] for one in side] == [one["answers"] for one in runs["off"]]
-        for runs in found.values()
-        for side in runs.values()
-    )
-    sound = not any(one["audit"] for runs in found.values() for side in runs.values() for one in side)
+        args.json.write_text(json.dumps(runs))
+    same = all([one["answers"] for one in side] == [one["answers"] for one in runs["off"]] for side in runs.values())
+    sound = not any(one["audit"] for side in runs.values() for one in side)
     print("All answers are the same." if same else "ANSWERS DIFFER between the sides.")
     if not sound:
         print("AN AUDIT FOUND FAULTS.")

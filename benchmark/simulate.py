@@ -5,26 +5,22 @@ simulated clock (``sim/times.py`` has their constants and where these come from)
 
     python benchmark/simulate.py                                       # published, g and h in all modes
     python benchmark/simulate.py --workload trace4 --trace FILE --json trace4.json
-    python benchmark/simulate.py --workload "" --add trace4.json --plot DIR      # tables and charts of earlier runs
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
     python benchmark/simulate.py --workload g --set g.rate=16 --slo ttft=2400,itl=12   # and who keeps a promise, in ms
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
-order of arrival, ``new`` the defaults. ``share`` is not to be had: as ``new``, but followers share the pages of their
-leader while these are written (``sim/share.py``). ``local``, if it is named, is ``new`` with short remainders computed
-on decode (``sim/local.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of
-time (``times.step=``) or an argument of the decode server (``args.NAME=``). ``trace``, ``trace4`` and ``trace16`` are a
-recorded trace on so many decode workers and need ``--trace FILE``.
+order of arrival, ``new`` the defaults. ``local``, if it is named, is ``new`` with short remainders computed on decode
+(``sim/local.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of time (``times.step=``) or an
+argument of the decode server (``args.NAME=``). ``trace``, ``trace4`` and ``trace16`` are a recorded trace on so many
+decode workers and need ``--trace FILE``.
 
     python benchmark/simulate.py --check            # what was published against what is simulated; exits with 1 where a
                                                     # gate closes
     python benchmark/simulate.py --check --scaled   # the same with a decode step that is not fitted but measured
-    python benchmark/simulate.py --check --draws 4  # and with other draws of which request has which prefix
     python benchmark/simulate.py --exchange         # requests/s and ITL: off by its bound on running, on by its target
-    python benchmark/simulate.py --sensitivity      # how far each constant may be moved before a gate closes; minutes
 
 Outcomes, their gates and which constant is fitted to which are in ``sim/published.py``, where constants come from in
-``sim/constants.py``. Any run of ``published`` in modes off and today is checked like this.
+``sim/times.py``. Any run of ``published`` in modes off and today is checked like this.
 """
 
 from __future__ import annotations
@@ -36,20 +32,18 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 # Before the engine is imported, which warns of what a CPU host lacks.
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-from sim.constants import CONSTANTS, scaled_step  # noqa: E402
+from sim.constants import scaled_step  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
 from sim.exchange import checked, exchange  # noqa: E402
 from sim.figures import kept  # noqa: E402
-from sim.gates import closed, draws, report, sensitivity  # noqa: E402
+from sim.gates import closed, report  # noqa: E402
 from sim.kinds import KINDS, fields_of  # noqa: E402
-from sim.plot import charts  # noqa: E402
 from sim.published import OFF, ON  # noqa: E402
 
 from sglang_pd_radix.errors import PdRadixError  # noqa: E402
@@ -61,10 +55,9 @@ MODES: dict[str, dict[str, Any]] = {
     "off": {ADMISSION: "prefix", OVERTAKEN: 32},
     "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
     "new": {ADMISSION: "prefix", OVERTAKEN: 32},
-    "share": {ADMISSION: "prefix", OVERTAKEN: 32},
     "local": {ADMISSION: "prefix", OVERTAKEN: 32, "disaggregation_decode_local_prefill": "auto"},
 }
-DEFAULT_MODES = ("off", "today", "new", "share")
+DEFAULT_MODES = ("off", "today", "new")
 
 
 def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None = None) -> dict[str, Any]:
@@ -90,7 +83,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None 
             raise ValueError(f"--set times.{field}: there is no such constant")
         setattr(workload.times, field, type(getattr(workload.times, field))(value))
     began = time.process_time()
-    deployment = Deployment(workload, mode == "off", options, share=mode == "share")
+    deployment = Deployment(workload, mode == "off", options)
     figures = deployment.run()
     if slo is not None:
         figures["kept"] = kept(deployment.records, slo.ttft_s, slo.itl_s)
@@ -127,11 +120,6 @@ def published_runs(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any
     """The runs of ``published`` by mode, if it was run in both that were published; else none."""
     runs = {f["mode"]: f for f in results if f["workload"] == "published" and f["mode"] in (OFF, ON)}
     return runs if len(runs) == 2 else {}
-
-
-def other_draw(seed: int, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Both published modes of ``published`` with another seed."""
-    return {mode: simulate("published", mode, [*settings, f"published.seed={seed}"]) for mode in (OFF, ON)}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -172,31 +160,21 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
     parser.add_argument("--trace", metavar="FILE", help="Mooncake-format trace for the workloads of that name")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", metavar="DIR", type=Path, help="write charts there, as SVG")
-    parser.add_argument("--add", metavar="FILE", type=Path, nargs="+", default=[], help="--json of earlier runs, first")
     parser.add_argument("--check", action="store_true", help="the published run and its gates, nothing else")
     parser.add_argument("--scaled", action="store_true", help="its decode step as it was measured on another GPU")
-    parser.add_argument("--sensitivity", action="store_true", help="by how much constants may be moved; nothing else")
     parser.add_argument("--exchange", action="store_true", help="what requests/s cost in ITL; of published, or a")
     parser.add_argument("--slo", type=_slo, metavar="ttft=MS,itl=MS", help="say which parts of requests keep this")
-    parser.add_argument("--draws", type=int, default=0, metavar="N", help="with --check: N seeds of the workload too")
     args = parser.parse_args()
     if args.trace:
         args.settings = [f"{key}.file={args.trace}" for key in KINDS if key.startswith("trace")] + args.settings
-    if args.draws and not args.check:
-        parser.error("--draws goes with --check")
     if args.check:
         args.workload, args.modes = "published", f"{OFF},{ON}"
     if args.scaled:
         args.settings += scaled_step()
-    # Without any of them, only what is added.
-    keys, modes = [key for key in args.workload.split(",") if key], args.modes.split(",")
+    keys, modes = args.workload.split(","), args.modes.split(",")
     for asked, known in ((keys, KINDS), (modes, MODES)):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    if args.sensitivity:
-        print(sensitivity(CONSTANTS, lambda mode, settings: simulate("published", mode, settings), _told))
-        return 0
     if args.exchange:
         try:
             key = checked(keys if args.workload != parser.get_default("workload") else ["published"])
@@ -204,7 +182,7 @@ def main() -> int:
         except ValueError as error:
             parser.error(str(error))
         return 0
-    results = [figures for file in args.add for figures in json.loads(file.read_text(encoding="utf-8"))]
+    results: list[dict[str, Any]] = []
     # The published run comes first.
     for key in sorted(keys, key=lambda key: key != "published"):
         for mode in modes:
@@ -215,20 +193,9 @@ def main() -> int:
             _told(line(results[-1]))
     runs = published_runs(results)
     if runs:
-        try:
-            print(report(runs) + "\n")
-        except KeyError as error:
-            parser.error(
-                f"a run of `published` has no figure {error}: it was written by an earlier version; run it again"
-            )
-    if args.draws:
-        print(draws([runs, *(other_draw(seed, args.settings) for seed in range(1, args.draws))]) + "\n")
+        print(report(runs) + "\n")
     if not args.check:
         print(table(results))
-    if args.plot:
-        args.plot.mkdir(parents=True, exist_ok=True)
-        for name, chart in charts(results).items():
-            (args.plot / name).write_text(chart.picture(), encoding="utf-8")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as out:
             json.dump(results, out, indent=1)

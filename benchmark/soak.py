@@ -1,8 +1,7 @@
 """Soak: mixed traffic with aborts and slow readers for an hour, and whether anything grows.
 
     make soak                                             # 60 minutes over NIXL, on a made model
-    python benchmark/soak.py --minutes 10 --backend mooncake --json soak.json --plot docs/report
-    python benchmark/soak.py --add soak.json --plot DIR   # the charts of an earlier run
+    python benchmark/soak.py --minutes 10 --backend mooncake --json soak.json
 
 One ordinary engine is asked for the right answers, and ends. Then one prefill, one decode worker with the flag
 (overlapped steps) and the router. Every few seconds: memory (RSS), descriptors and threads of each worker's processes,
@@ -31,11 +30,9 @@ from faults.truth import Truth
 from faults.watch import Sample, look
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.bench import chart
 from sglang_pd_radix.tools.cluster import add_router_option, named_gateway
 from sglang_pd_radix.tools.make_model import make_model
 
-COLORS = ("#2563eb", "#dc2626")
 # Rooms in the books, of which some are those of requests under way.
 ROOMS = 32
 
@@ -52,24 +49,6 @@ def rooms_problems(samples: Sequence[Sample]) -> list[str]:
         )
         if late > early + ROOMS:
             found.append(f"{worker}: rooms in its books grew from {early:g} to {late:g}")
-    return found
-
-
-def charts(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The charts by the names of their files."""
-    found = {}
-    for name, title, label, scale in (
-        ("rss", "Memory of each worker", "RSS, MiB", 1 / 1024),
-        ("descriptors", "Open descriptors of each worker", "descriptors", 1.0),
-        ("held", "KV that requests hold", "tokens", 1.0),
-        ("rooms", "Rooms that the books mention", "entries", 1.0),
-    ):
-        key = "rss_kib" if name == "rss" else name
-        lines = [
-            chart.Line(worker, color, [(o.at_s / 60, getattr(o, key) * scale) for o in samples if o.worker == worker])
-            for worker, color in zip(sorted({o.worker for o in samples}), COLORS, strict=False)
-        ]
-        found[f"soak-{name}"] = chart.Chart(title, "minutes", label, lines)
     return found
 
 
@@ -138,16 +117,6 @@ def verdict(
     }
 
 
-def read(file: Path) -> dict[str, Any]:
-    """An earlier run's report. Raises PdRadixError."""
-    try:
-        report = json.loads(file.read_text())
-        [Sample(**one) for one in report["samples"]]
-        return {name: report[name] for name in ("judged", "not_judged")} | report
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PdRadixError(f"{file} is not what --json of this version writes: {error}; run it again") from None
-
-
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
     ended = ", ".join(f"{count} {how}" for how, count in report["clients"]["ended"].items())
@@ -178,22 +147,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen there")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="write the charts there")
-    parser.add_argument("--add", type=Path, metavar="FILE", help="take an earlier run's --json instead of running")
     args = parser.parse_args(argv)
-    if args.plot:
-        chart.check_libraries()
     try:
-        report = read(args.add) if args.add else run(args)
+        report = run(args)
     except PdRadixError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
     if args.json:
         args.json.write_text(json.dumps(report) + "\n")
-    if args.plot:
-        args.plot.mkdir(parents=True, exist_ok=True)
-        for name, drawn in charts([Sample(**one) for one in report["samples"]]).items():
-            (args.plot / f"{name}.svg").write_text(drawn.picture())
     print(text(report))
     return 1 if report["problems"] else 0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import netns
-from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Process, Progress, http, local_session
+from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster, Process, Progress, http
 
+from . import netns
 from .schedule import Event
 
 # What the engine waits for, in seconds, shorter than its own 5, 2, 300 and 300: a storm has to see them run out.
@@ -291,15 +291,9 @@ class Fire:
 
     def _slow(self, event: Event) -> str:
         assert self.hosts
-        self.hosts.set_rate(netns.bits_per_s(event.detail))
+        self.hosts.set_rate(event.detail)
         try:
             time.sleep(event.lasts_s)
         finally:
             self.hosts.set_rate(None)
         return "at full rate again"
-
-
-def abort_all(url: str) -> None:
-    """Have a worker abort what it has."""
-    with local_session() as session:
-        session.post(url + "/abort_request", json={"abort_all": True}, timeout=30)

@@ -33,7 +33,6 @@ RISES = {"descriptors": float(SPARE_FDS), "threads": float(SPARE_THREADS), "rss_
 # Standard errors: a problem has to be more than its bound by SURE, which 1 of 740 sound runs is by chance; what is
 # that and 1.645 more is missed in 1 of 20.
 SURE, MISSED = 3.0, 1.645
-KIB = 1024.0
 # Growth for each request that is nobody's worry, and the least that a verdict has to be able to find.
 BOUNDS = {"descriptors": 1 / 2000, "threads": 1 / 2000, "rss_kib": 8.0}
 GOALS = {"descriptors": 1 / 250, "threads": 1 / 250, "rss_kib": 24.0}

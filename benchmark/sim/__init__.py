@@ -2,7 +2,6 @@
 
 ``times``: how long things take. ``workload``, ``scale`` and ``kinds``: what is asked. ``events``: the clock.
 ``prefill``: prefill workers and links, which are models. ``decode``: the decode worker, whose queues, tree, pool and
-allocator are the real ones. ``share``: what decode could do instead. ``deployment``: all of them together, with routers
-and clients.
-``figures``: what came of it.
+allocator are the real ones. ``deployment``: all of them together, with routers and clients. ``figures``: what came of
+it.
 """

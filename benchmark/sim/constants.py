@@ -1,9 +1,7 @@
-"""Where each constant of ``times.published`` comes from, and what hardware that was measured would make of it.
+"""What hardware that was measured would make of the decode step of ``times.published``.
 
-Kinds: *known* of the run or its model; *fitted* to an outcome (``published.py``); *assumed*: nobody has measured it
-there. None of them is *measured*: the GPU of the published run is not the one that this project has had, and what is
-scaled from that one to it (`scaled_step`) is several times faster than the run was
-(docs/evidence.md#simulation-2026-11-23).
+The GPU of the published run is not the one that this project has had, and what is scaled from that one to it is
+several times faster than the run was (docs/evidence.md#simulation-2026-11-23).
 """
 
 from __future__ import annotations
@@ -11,66 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.times import published
-from sim.workload import Published
-
-
-@dataclass(frozen=True)
-class Constant:
-    """names: what it is called by ``--set``; several that are one number in other units."""
-
-    name: str
-    names: tuple[str, ...]
-    kind: str
-    source: str
-
-    def value(self) -> float:
-        group, _, field = self.names[0].partition(".")
-        return float(getattr(published() if group == "times" else Published(), field))
-
-    def times(self, factor: float) -> list[str]:
-        """The settings that multiply it by ``factor``; whole numbers stay whole, and at least 1."""
-        made = []
-        for name in self.names:
-            group, _, field = name.partition(".")
-            old = getattr(published() if group == "times" else Published(), field)
-            new = max(1, round(old * factor)) if isinstance(old, int) else old * factor
-            made.append(f"{name}={new!r}")
-        return made
-
-
-CONSTANTS = (
-    Constant("pool", ("published.pool",), "fitted", "tokens of the decode worker's KV"),
-    Constant("step", ("times.step",), "fitted", "seconds of a decode step besides its requests"),
-    Constant("step_token", ("times.step_token",), "fitted", "seconds to read a token's KV in a decode step"),
-    Constant(
-        "operations",
-        ("times.token", "times.attention"),
-        "fitted",
-        "seconds of prefill per token and per pair of tokens; that the one is 64 x 10^9 and the other 2.1 x 10^6 "
-        "operations is the model's",
-    ),
-    Constant("bandwidth", ("times.bandwidth",), "fitted", "bytes/s from a prefill worker to the decode worker"),
-    Constant(
-        "kv_bytes",
-        ("times.kv_bytes",),
-        "known",
-        "Qwen3-32B: 2 x 64 layers x 8 KV heads x 128, and `--kv-cache-dtype fp8_e4m3`",
-    ),
-    Constant("chunk", ("times.chunk",), "known", "`--chunked-prefill-size 32768`"),
-    Constant(
-        "prefill_cache",
-        ("times.prefill_cache",),
-        "assumed",
-        "tokens: about the pool of decode, since GPUs and `--mem-fraction-static` are the same",
-    ),
-    Constant("step_request", ("times.step_request",), "assumed", "seconds of a decode step for each request"),
-    Constant("batch", ("times.batch",), "assumed", "seconds of a prefill batch besides its tokens"),
-    Constant("latency", ("times.latency",), "assumed", "seconds from the last byte until decode knows"),
-    Constant("handshake", ("times.handshake",), "assumed", "seconds"),
-    Constant("message", ("times.message",), "assumed", "seconds of decode's metadata to prefill"),
-    Constant("poll", ("times.poll",), "assumed", "seconds between an idle decode worker's looks at its queues"),
-    Constant("stride", ("times.stride",), "assumed", "decode steps between looks where nothing happens; 1 is exact"),
-)
 
 
 @dataclass(frozen=True)

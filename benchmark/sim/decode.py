@@ -120,7 +120,6 @@ class SimulatedQueue(Queue):
     """The real queue; its receivers are those of the simulation."""
 
     worker: SimulatedDecode
-    receiver_type = Receiver
 
     def pace(self, most: int) -> None:
         """Admit no more than ``most`` requests before they decode."""
@@ -130,7 +129,7 @@ class SimulatedQueue(Queue):
     def _create_receiver_and_enqueue(self, req: Req) -> DecodeRequest:
         record = self.worker.records[req.rid]
         prefill = self.worker.prefill_of(record.request)
-        decode_req = DecodeRequest(req, self.receiver_type(self.worker, req, record, prefill))
+        decode_req = DecodeRequest(req, Receiver(self.worker, req, record, prefill))
         self.queue.append(decode_req)
         return decode_req
 
@@ -147,7 +146,6 @@ class SimulatedDecode(DecodeWorker):
         workload: Workload,
         off: bool,
         options: Mapping[str, Any],
-        queue_type: type[SimulatedQueue] = SimulatedQueue,
         *,
         longest: int,
         prefill_of: Callable[[Request], Prefill],
@@ -165,7 +163,7 @@ class SimulatedDecode(DecodeWorker):
             max_reqs=workload.max_running,
             max_len=-(-longest // workload.scale) + workload.page,
             reserved=-(-workload.reserve // workload.scale),
-            queue_type=queue_type,
+            queue_type=SimulatedQueue,
             tree_type=ChunkCache if off else DecodeRadixCache,
             options=options,
         )
@@ -180,8 +178,6 @@ class SimulatedDecode(DecodeWorker):
         self.allocator.load_cpu_copy = lambda kv_cache_cpu, indices: None
         self.allocator.get_kvcache().cpu_offloading_chunk_size = 1
         self.links: dict[str, Link] = {}
-        # By slot, who brings what others may share meanwhile; see `share.py`.
-        self.landing: dict[int, Any] = {}
         self.records: dict[str, Record] = {}
         self.local = None if self.transfer.local is None else SimulatedSteps(self, self.transfer.local)
         self.gauges = Gauges()

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from sim.decode import UNIQUE, SimulatedDecode, SimulatedQueue
+from sim.decode import UNIQUE, SimulatedDecode
 from sim.events import Clock
 from sim.figures import Least, Record, summary
 from sim.prefill import Link, Prefill
-from sim.share import SharingQueue
 from sim.workload import SPAN, Request, Workload
 
 # A run in which nothing was finished for so many simulated seconds is stuck.
@@ -75,12 +74,9 @@ def turns(request: Request | None) -> Iterator[Request]:
 
 
 class Deployment:
-    """One run of a workload. off: without the cache. options: arguments of the decode server.
+    """One run of a workload. off: without the cache. options: arguments of the decode server."""
 
-    share: followers share their leader's pages and do not wait for its commit; see ``share.py``.
-    """
-
-    def __init__(self, workload: Workload, off: bool, options: Mapping[str, Any], share: bool = False):
+    def __init__(self, workload: Workload, off: bool, options: Mapping[str, Any]):
         self.workload = workload
         self.clock = Clock()
         times = workload.times
@@ -96,7 +92,6 @@ class Deployment:
                 workload,
                 off,
                 options,
-                SharingQueue if share else SimulatedQueue,
                 longest=longest,
                 prefill_of=lambda request: self.prefills[self.prefill_for[id(request)]],
                 asked=self._asked,

@@ -17,24 +17,6 @@ if TYPE_CHECKING:
 SERIES = 200
 
 
-class Evenness:
-    """Integrals over time of the greatest load of several workers and of the mean load."""
-
-    def __init__(self) -> None:
-        self.greatest = self.mean = self.seconds = 0.0
-
-    def take(self, loads: Sequence[float], seconds: float) -> None:
-        """The workers had these loads for ``seconds``."""
-        self.greatest += max(loads) * seconds
-        self.mean += sum(loads) / len(loads) * seconds
-        self.seconds += seconds
-
-    @property
-    def even(self) -> float:
-        """The greatest load over the mean, 1 where all are always alike."""
-        return self.greatest / self.mean if self.mean else 1.0
-
-
 @dataclass(eq=False)
 class Record:
     """One request's life; times in seconds. tokens: of its answer so far. prefix_len: tokens that decode held of it."""

@@ -70,7 +70,7 @@ def published() -> Times:
     """sgl-project/sglang#19746: Qwen3-32B, FP8 KV, page 64, TP 2, three prefill workers and one decode worker, NIXL.
 
     What was published is in ``published.py``, with the constant that was fitted to each outcome, and those that were
-    held out; where each constant comes from is in ``constants.py``. How the fitted ones were found:
+    held out. How the fitted ones were found:
 
     * The pool (in ``workload.py``): 37 requests of 54.5K tokens and the reserve of 512 fit in it without the cache.
     * ``step`` and ``step_token``: mean ITL, off and on. By Little's law 1.21 x 355 x 0.0656 = 28 requests run with the
@@ -123,7 +123,7 @@ def this_machine() -> Times:
       20.3; attention then went through requests one by one (`torch_native`), so their tokens count little.
     * ``token``: workload (e), 41 prompts of 384 tokens a second, 14.5 ms of prefill's CPU time each. ``batch``: of the
       74 ms that are TTFT p50 in (a), most is waiting for schedulers that share the cores.
-    * ``latency``: 2.4 to 5.3 ms for one transfer (``bench_nixl.py``) and a look at the queue.
+    * ``latency``: 2.4 to 5.3 ms for one transfer (docs/evidence.md#transfers-2026-11-21) and a look at the queue.
 
     Prefill and decode share the cores there and do not here.
     """

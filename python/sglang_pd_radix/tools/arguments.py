@@ -1,13 +1,20 @@
-"""Options whose value is a string of options for another program, such as ``--decode-args "--page-size 16"``."""
+"""Command lines: options whose value is a string of options for another program, and what of a line may be shown."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from sglang_pd_radix.errors import PdRadixError
 
 ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
+# What an option of an engine may hold that is nobody's business.
+_SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
+_SECRET_VARIABLE = re.compile(r"(?i)\w*(key|token|secret|password)(_\w*)?")
+# Whose value is a command line again; --compare's has a name and a colon before it.
+_LINES = ("--on", "--compare")
 
 
 def join_values(args: Sequence[str]) -> list[str]:
@@ -34,3 +41,40 @@ def split_options(text: str, option: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise PdRadixError(f'{option} "{text}" cannot be split into words ({error}): check its quotes') from None
+
+
+def hidden(words: Sequence[str]) -> list[str]:
+    """A command line without the secrets in it, and of paths only the last part."""
+    shown: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if shown and shown[-1] in _SECRET:
+            shown.append("...")
+        elif equals and _SECRET_VARIABLE.fullmatch(name):
+            shown.append(f"{name}=...")
+        elif name in _SECRET:
+            shown.append(f"{name}=..." if equals else name)
+        elif shown and _is_line(shown[-1]):
+            shown.append(_hidden_line(word))
+        elif _is_line(name) and equals:
+            shown.append(f"{name}={_hidden_line(value)}")
+        elif word.startswith("/"):
+            shown.append(Path(word).name)
+        else:
+            shown.append(f"{name}={Path(value).name}" if value.startswith("/") else word)
+    return shown
+
+
+def _is_line(option: str) -> bool:
+    """Whether its value is a command line, also where the option is cut short, as argparse takes it."""
+    return len(option) > len("--") and any(name.startswith(option) for name in _LINES)
+
+
+def _hidden_line(line: str) -> str:
+    """Options of engines that are one word of a command, after the name of a side if there is one."""
+    side = re.match(r"[a-z][a-z0-9-]*:|", line)
+    named = side[0] if side else ""
+    try:
+        return named + shlex.join(hidden(shlex.split(line.removeprefix(named))))
+    except ValueError:
+        return "..."

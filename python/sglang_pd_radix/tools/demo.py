@@ -19,6 +19,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 
 from . import chat_local
+from .arguments import hidden
 from .chat_judge import compare
 from .chat_load import Workload
 from .chat_report import as_document, print_report
@@ -36,7 +37,6 @@ from .cluster import (
 )
 from .make_model import make_model
 from .progress import Display
-from .thorough.runner import hidden
 from .up import check_json, check_may_switch, check_model, check_page_size, write_json
 
 _EPILOG = """

@@ -30,7 +30,6 @@ from .bench import command, deploy, measure, parted, report, turns
 from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
-from .thorough import command as thorough
 from .up import (
     check_json,
     check_log_dir,
@@ -65,13 +64,8 @@ Engine options for all workers follow after --. Three workers run: on one GPU ea
 --self-test asks whether the verdict can be believed: faults are made in decode's KV on purpose, one at a time, and each
 must be found. It asks fewer prompts, and leaves the benchmark out.
 
---thorough is for a host that can be had for half an hour: answers, kernels, measurements, other kinds of models and
-faults, each part within its share of the time, and one report to attach to an issue:
-
-  pd-radix verify --thorough --minutes 30 --report report.html
-
-Exit code: 0 the verdict is PASSED (and every fault was found; with --thorough, every part that this host can show), 1
-it is not, 2 bad usage, 128 and its number where a signal has ended it (130 for Ctrl-C).
+Exit code: 0 the verdict is PASSED (and every fault was found), 1 it is not, 2 bad usage, 128 and its number where a
+signal has ended it (130 for Ctrl-C).
 """
 
 
@@ -94,18 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where logs go (default: a temporary directory)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
-    thorough.add_arguments(parser)
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything and print the verdict. Returns the exit code."""
-    misused = thorough.misused(args)
-    if misused:
-        print(f"pd-radix verify: {misused}", file=sys.stderr)
-        return 2
-    if args.thorough:
-        return thorough.run(args)
     check_json(args.json)
     check_may_switch("verify", args.engine_options)
     check_page_size(args.engine_options)

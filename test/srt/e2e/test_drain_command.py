@@ -38,6 +38,20 @@ def drain(cluster, process, *, end: bool = True) -> float:
     return time.monotonic() - began
 
 
+def test_the_gateway_finds_the_worker_that_has_a_conversation(cluster):
+    """By the prompt alone, as `up` runs it. By turns, three conversations would change workers each time."""
+    histories = [" ".join(f"client {client} says {number}" for number in range(40)) for client in range(3)]
+    with local_session() as session:
+        for turn in range(4):
+            for client, history in enumerate(histories):
+                body = {"text": history, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+                told = session.post(cluster.router_url + "/generate", json=body, timeout=60).json()
+                meta = told["meta_info"]
+                held = (meta.get("cached_tokens_details") or {}).get("decode_prefix", 0)
+                assert held > meta["prompt_tokens"] / 2 or not turn, (turn, client, meta)
+                histories[client] = history + told["text"] + f" and then {turn}"
+
+
 def test_a_rolling_restart_loses_no_request(cluster):
     with Load(cluster.router_url) as load:
         load.wait_answers(8)

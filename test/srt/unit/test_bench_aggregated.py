@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from bench_documents import a_document, run_entry
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
-from sglang_pd_radix.tools.bench import command, deploy, measure, report, turns
+from sglang_pd_radix.tools.bench import command, deploy, measure, report
 from sglang_pd_radix.tools.cluster import aggregated_on, compared_on
 
 SIDES = (deploy.OFF, deploy.ON, deploy.AGGREGATED)
@@ -38,7 +37,6 @@ def value(planned, option):
     [
         (["--aggregated"], "--aggregated is for the workloads c, i and j"),
         (["--aggregated", "--only", "c,a"], "--aggregated is for the workloads c, i and j"),
-        (["--aggregated", "--only", "c", "--link", "1gbit"], "--aggregated goes without --link"),
         (["--aggregated", "--only", "c", "--slo", "ttft=9,itl=9"], "--aggregated goes without --slo"),
         (["--compare", "aggregated:--x"], "aggregated is the name of something else"),
     ],
@@ -219,26 +217,6 @@ def test_what_it_does_not_have_is_no_win(tmp_path):
     assert read["workloads"][0]["runs"][2]["figures"]["sent_bytes"] is None
     drawn = report.charts(entry)
     assert [line.name for line in drawn["bytes"].lines if line.points] == ["off", "on"]
-
-
-def test_a_run_of_it_says_nothing_of_bytes():
-    figures = dict.fromkeys(("requests_per_s", "ttft_p50_s", "itl_mean_s", "reused_tokens"), 1.0)
-    ordinary = figures | {"prompt_tokens": 4.0, "sent_bytes": math.nan}
-    said = turns._told(SimpleNamespace(figures=ordinary))
-    assert said == "1.00 req/s, TTFT p50 1000 ms, ITL mean 1000.0 ms, 25% of prompts reused"
-    assert "MiB sent, 25% of prompts reused on decode" in turns._told(
-        SimpleNamespace(figures=ordinary | {"sent_bytes": 9.0})
-    )
-
-
-def test_the_report_says_what_it_is():
-    shape = deploy.Shape(32768, 20)
-    (said,) = command._of_aggregated(shape, SIDES)
-    assert "2 ordinary servers with 40960 tokens of KV each" in said
-    assert command._of_aggregated(shape, SIDES[:2]) == []
-    assert command._serving(shape, SIDES) == (
-        "1 prefill and 2 decode workers (pool of each: 32768 tokens) and 2 ordinary servers serve"
-    )
 
 
 def test_a_chat_has_a_line_for_each_side():

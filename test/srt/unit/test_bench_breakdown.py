@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from bench_documents import a_document
 from test_bench_turns import Turns
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.bench import breakdown, command, load, measure, report, turns
+from sglang_pd_radix.tools.bench import breakdown, command, measure, report, turns
 
 # From the client's clock to Unix time.
 UNIX = 1000.0
@@ -206,36 +205,6 @@ def test_without_rids_nobody_is_asked(monkeypatch):
 def test_workers_that_remember_nothing_fail_no_run(monkeypatch):
     lives = breakdown.collect(deployment(monkeypatch, None), "on", CHAT, [asked(rid) for rid in "abcd"])
     assert {life["kind"] for life in lives} == {breakdown.LOST}
-
-
-def test_only_a_chat_has_turns():
-    assert breakdown.turns_of(CHAT) == [1, 1, 2, 2]
-    assert breakdown.turns_of(SimpleNamespace(chat=False, rounds=CHAT.rounds)) == [None] * 4
-
-
-# ---- the load ----
-
-
-def test_requests_have_rids_only_if_they_are_asked_for():
-    job = {"number": 3, "rids": True}
-    assert load._named(job, 2) == {"rid": "pd-radix-bench-3-2"} and load._named({"number": 3}, 2) == {}
-    output = SimpleNamespace(
-        generated_text="x", output_len=2, start_time=1.0, ttft=0.1, latency=0.2, itl=[0.1], success=True, error=""
-    )
-    (plain,), (named,) = load._all_told({"number": 3}, [output], None), load._all_told(job, [output], None)
-    assert named["rid"] == "pd-radix-bench-3-0" and named["unix_s"] > 1e9
-    assert named.keys() - plain.keys() == {"rid", "unix_s"}
-    request = SimpleNamespace(beside=False, arrival_s=None)
-    assert measure.Asked.of(request, [1], plain).rid is None
-    assert measure.Asked.of(request, [1], named).rid == named["rid"]
-
-
-def test_it_goes_without_slo(monkeypatch):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    args = parser.parse_args(["--only", "a", "--breakdown", "--slo", "ttft=100,itl=10"])
-    with pytest.raises(PdRadixError, match="--slo goes without --breakdown"):
-        command.run(args)
 
 
 # ---- the report ----

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.arguments import hidden
 from sglang_pd_radix.tools.bench import measure, workload
 from sglang_pd_radix.tools.cluster.local_http import API_KEY
-from sglang_pd_radix.tools.thorough.runner import hidden
 
 # `load.py` over an engine whose requests take 20 ms each, one after the other, with a comment in each stream; a prompt
 # of 0 fails the benchmark, one below fails itself, and one above 50 answers with the key that is sent.

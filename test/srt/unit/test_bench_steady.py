@@ -226,16 +226,6 @@ def test_without_them_a_run_has_no_figures_of_theirs(monkeypatch):
     assert run.figures["first_ttft_p99_s"] == pytest.approx(1.0), "of the clients' own, not of the others'"
 
 
-def test_turns_are_told_apart():
-    def one(ttft, beside=False):
-        return asked.Asked([1], 2, "x", 0.0, ttft, ttft + 1, [1.0], beside)
-
-    figures = measure.figures_of_turns([[one(9.0, True), one(1.0)], [one(3.0)], [one(9.0, True), one(5.0)]])
-    assert (figures["first_ttft_p50_s"], figures["later_ttft_p50_s"]) == (1.0, 4.0)
-    assert figures["later_ttft_p99_s"] == pytest.approx(4.98)
-    assert math.isnan(measure.figures_of_turns([[one(1.0)]])["later_ttft_p50_s"])
-
-
 def test_the_report_says_how_many_were_answered():
     runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 6, 400)]
     for run in runs:

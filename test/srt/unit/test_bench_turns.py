@@ -43,7 +43,7 @@ class Turns:
         return a_run(variant.name, number, self.told.get((variant.name, number), ["x", "y", "z"]))
 
     def measure(self, runs, exact=True):
-        return turns.measure_all(self.deployment, None, a_workload(40), runs, 16, 0.5, SHOW, {}, exact)
+        return turns.measure_all(self.deployment, None, a_workload(40), runs, 16, 0.5, SHOW, exact)
 
 
 # ---- the order ----

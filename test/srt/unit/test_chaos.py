@@ -300,10 +300,10 @@ def test_a_worker_that_ends_by_itself(tmp_path: Path, stand_ins: None, monkeypat
                for i in range(2))  # fmt: skip
 
 
-def run_soak(tmp_path: Path, *more: str) -> tuple[int, dict]:
+def run_soak(tmp_path: Path) -> tuple[int, dict]:
     arguments = ["--minutes", "0.1", "--every", "0.1", "--distinct", "12", "--clients", "2", "--model", "none"]
     arguments += ["--log-dir", str(tmp_path / "logs"), "--json", str(tmp_path / "soak.json")]
-    status = soak.main([*arguments, *more])
+    status = soak.main(arguments)
     return status, json.loads((tmp_path / "soak.json").read_text())
 
 
@@ -312,15 +312,11 @@ def test_a_short_soak(tmp_path: Path, stand_ins: None, monkeypatch: pytest.Monke
     if leaks:
         monkeypatch.setenv("FAKE_DECODE", "leaks")
     # The stand-in for the router answers for two decode workers by turns.
-    status, report = run_soak(tmp_path, "--plot", str(tmp_path / "plots"))
+    status, report = run_soak(tmp_path)
     assert status == int(leaks) and bool(report["problems"]) == leaks, report["problems"]
     assert {one["worker"] for one in report["samples"]} == {"prefill-0", "decode-0"}
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {
-        "soak-rss.svg", "soak-descriptors.svg", "soak-held.svg", "soak-rooms.svg"
-    }  # fmt: skip
     # So short a run cannot say much, and says that.
     assert any("growth of memory" in what for what in report["not_judged"])
-    assert soak.main(["--add", str(tmp_path / "soak.json")]) == int(leaks)
 
 
 def test_a_soak_with_wrong_answers_and_lost_descriptors(
@@ -378,12 +374,6 @@ def test_the_verdict_on_a_soak(told: list[Told], samples: list[Sample], problems
     verdict = soak.verdict(told, ASKS, 1, RIGHT, samples, problems)
     assert len(verdict["problems"]) == len(found)
     assert all(said in problem for said, problem in zip(found, verdict["problems"], strict=True))
-
-
-def test_a_report_of_another_version_is_not_added(tmp_path: Path, capsys: pytest.CaptureFixture):
-    (tmp_path / "old.json").write_text(json.dumps({"samples": [{"at_s": 1, "worker": "decode-0"}]}))
-    assert soak.main(["--add", str(tmp_path / "old.json")]) == 1
-    assert "run it again" in capsys.readouterr().err
 
 
 def test_rooms_that_stay_are_said():

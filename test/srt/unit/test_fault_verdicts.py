@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from faults import blame, deploy, growth, hits, judge, pace, truth
+from faults import blame, deploy, growth, hits, pace, truth
 from faults.blame import Window
 from faults.deploy import Done
 from faults.pace import Replay
@@ -473,12 +473,3 @@ def test_a_watch_looks_at_who_is_there():
     assert seen >= 3 and len(samples) <= seen + 1
     assert {(s.worker, s.life, s.asked) for s in samples} == {("decode-0", mine.pid, 7)}
     assert all(s.descriptors > 3 and s.rss_kib > 1000 and s.threads > 0 for s in samples)
-
-
-# ---- the last line ----
-
-
-def test_the_last_line():
-    assert judge.verdict([], []) == "all is well"
-    assert judge.verdict([], ["the pace"]) == "all is well as far as it was judged; 1 things were not"
-    assert judge.verdict(["x"], ["the pace"]) == "FAILED: 1 things are wrong"

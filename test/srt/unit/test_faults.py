@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import chaos
-import gateway_failures
 import pytest
-from faults import books, judge, truth
+from faults import books, judge
 from faults.deploy import Fire
 from faults.schedule import MANNERS, Event, Manner, Shape, events, manner
 from faults.traffic import Ask, Clients, Told, trace_asks
@@ -395,18 +394,3 @@ def test_the_summary_counts_alike_what_is_alike():
     found = judge.summary([told(ids=(1,)), *failed])
     assert found["ended"] == {"failed": 3, "whole": 1} and found["failed_later_than_60_s"] == 1
     assert found["failed_after_s"]["max"] == 70 and list(found["errors"].values()) == [3]
-
-
-def test_the_table_of_a_gateway_tells_of_answers_that_are_not_judged():
-    """What begins as one of two likely ways, of which nobody was asked how it goes on, is not known to be right."""
-    right = truth.Truth({0: (1, 2, 3)}, loose={0: ((1, 9),)})
-    asked = [told(ids=(1, 2, 3)), told(ids=(1, 9, 4)), told(ids=(5, 5, 5)), told("failed")]
-    found = gateway_failures._told(asked, right, 10.0)
-    assert (found["whole"], found["not_judged"], len(found["wrong"])) == (1, 1, 1)
-    row = {
-        "gateway": "none",
-        "happens": "x",
-        "attempts": {"prefill": 1, "decode": 1},
-        "twice": {"prefill": 0, "decode": 0},
-    }
-    assert "| 1, 1 WRONG, 1 not judged |" in gateway_failures.line(found | row)

@@ -279,7 +279,7 @@ def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monke
     sizes, document = command.chosen_sizes(args), {"workloads": []}
     load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
     show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
-    command._all(args, sizes, [deploy.OFF], 1, "m", [], [], load, document, show)
+    command._all(args, sizes, [deploy.OFF], 1, "m", [], load, document, show)
     assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
 
 
@@ -522,10 +522,6 @@ def test_of_few_requests_the_column_of_99_percent_is_empty_and_says_why():
     )
 
 
-def test_a_measurement_says_of_how_many_requests_it_is():
-    assert goodput.told(trial(2.0, 0.95, 40)).startswith("95% of 40 requests within both, ")
-
-
 # ---- a load generator that is late ----
 
 
@@ -597,6 +593,6 @@ def test_bounds_of_running_requests_are_sides_without_the_flag():
 
 
 def test_what_does_not_go_with_it():
-    for more in (["--slo-seconds", "0"], ["--link", "100mbit"]):
+    for more in (["--slo-seconds", "0"], ["--breakdown"]):
         with pytest.raises(PdRadixError, match="--slo"):
             command.run(options("--slo", "ttft=500,itl=30", *more))

@@ -147,12 +147,12 @@ def test_pages_are_of_the_size_that_the_worker_has(monkeypatch):
     """Some attention backends take pages of 64 or 128 whatever was asked for."""
     seen = []
     monkeypatch.setattr(command, "measure_all", lambda *args: seen.append(args[4]) or {"key": "a", "problems": []})
-    deployment = SimpleNamespace(variants=[SimpleNamespace(name="off")], hosts=None, info=lambda variant: INFO)
+    deployment = SimpleNamespace(variants=[SimpleNamespace(name="off")], info=lambda variant: INFO)
     monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
     given = ("--out", "r", "--only", "a", "--", "--attention-backend", "flashmla")
     args, document = options(*given), {"workloads": []}
     show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
-    command._all(args, command.chosen_sizes(args), [deploy.OFF], 1, "m", [], [], LOAD, document, show)
+    command._all(args, command.chosen_sizes(args), [deploy.OFF], 1, "m", [], LOAD, document, show)
     assert seen == [64] and document["setting"]["page_size"] == 64
 
 

@@ -61,7 +61,7 @@ def test_options_are_those_beside_the_engines():
 
 
 def test_options_of_commands():
-    assert {"--only", "--runs", "--link"} <= reference.option_names("bench")
+    assert {"--only", "--runs", "--compare"} <= reference.option_names("bench")
     for command in COMMANDS:
         for names, _default, meaning in reference.command_options(command):
             assert meaning, f"pd-radix {command} {names} has no help"

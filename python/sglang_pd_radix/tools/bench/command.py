@@ -14,21 +14,21 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import netns, process_group
+from sglang_pd_radix.tools import process_group
+from sglang_pd_radix.tools.arguments import hidden
 from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway
 from sglang_pd_radix.tools.locked_directory import alone
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
-from sglang_pd_radix.tools.thorough.runner import hidden
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import breakdown, chats, goodput, link, parted, published, report
+from . import breakdown, chats, goodput, parted, published, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
@@ -78,7 +78,6 @@ Workloads:
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
   pd-radix bench --only c,i,j --aggregated --breakdown --compare "sent:--disaggregation-decode-local-prefill off"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
-  sudo pd-radix bench --only b,c --link auto:0.25,auto:1,auto:4
   pd-radix bench --only a --slo ttft=2000,itl=60
 
 Engine options for all workers follow after --.
@@ -127,12 +126,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="another side, for the chats c, i and j: as many ordinary servers as a pair has workers, with the same KV "
         "memory in all, behind a router that goes by what they have cached",
-    )
-    parser.add_argument(
-        "--link",
-        metavar="RATES",
-        help="put prefill and decode into network namespaces joined by a link of this rate, and measure every workload "
-        "at each rate given: 100mbit, or auto:N, at which a prompt's KV takes N times as long as its prefill (as root)",
     )
     parser.add_argument(
         "--breakdown",
@@ -227,9 +220,8 @@ def _check_aggregated(args: argparse.Namespace, sizes: dict[str, Sizes]) -> None
     """Raises PdRadixError for a workload or an option that goes without ordinary servers."""
     if args.aggregated and not all(isinstance(entry, Chat) for entry in sizes.values()):
         raise PdRadixError("--aggregated is for the workloads c, i and j")
-    for option, given in (("--link", args.link), ("--slo", args.slo)):
-        if args.aggregated and given:
-            raise PdRadixError(f"--aggregated goes without {option}")
+    if args.aggregated and args.slo:
+        raise PdRadixError("--aggregated goes without --slo")
 
 
 def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side]) -> goodput.Plan:
@@ -250,9 +242,8 @@ def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequenc
             raise PdRadixError(f"{option} goes with --slo")
     if not 0 < args.slo_seconds <= goodput.DAY_S:
         raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
-    for option, given in (("--link", args.link), ("--breakdown", args.breakdown)):
-        if args.slo and given:
-            raise PdRadixError(f"--slo goes without {option}")
+    if args.slo and args.breakdown:
+        raise PdRadixError("--slo goes without --breakdown")
     for key, entry in sizes.items() if args.slo else ():
         _plan(args, key, entry, sides)
 
@@ -302,10 +293,6 @@ def run(args: argparse.Namespace) -> int:
     check_may_switch("the benchmark", args.engine_options)
     check_libraries()
     model = check_model(args.model) if args.model else None
-    rates = link.parse_rates(args.link) if args.link else []
-    hindrance = netns.trouble() if rates else None
-    if hindrance:
-        raise PdRadixError(f"--link: {hindrance[0]}. Way out: {hindrance[1]}")
     args.out = args.out or _unused_directory()
     if _has_report(args.out):
         raise PdRadixError(f"--out {args.out}: there is a report; give another directory, or remove it")
@@ -319,14 +306,14 @@ def run(args: argparse.Namespace) -> int:
     with (
         alone(args.out, f"--out {args.out}: a benchmark that runs writes its report there; give another directory"),
         tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
-        Display(len(sizes) * max(1, len(rates)), stamped=True) as show,
+        Display(len(sizes), stamped=True) as show,
     ):
         if model is None:
             show.now("making the model")
             model = str(make_model(Path(scratch) / "model", SHAPE))
         load = LoadGenerator(model, args.out / "logs" / "load.log", args.breakdown)
         try:
-            _all(args, sizes, sides, runs, model, options, rates, load, document, show)
+            _all(args, sizes, sides, runs, model, options, load, document, show)
         except BaseException:
             if document["workloads"]:  # what is complete is worth keeping
                 with process_group.ends_held_back():
@@ -346,7 +333,6 @@ def _all(
     runs: int,
     model: str,
     options: Sequence[str],
-    rates: Sequence[link.Rate],
     load: LoadGenerator,
     document: dict[str, Any],
     show: Display,
@@ -361,22 +347,18 @@ def _all(
 
         logs = args.out / "logs" / f"deployment-{number}"
         began = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            hosts = stack.enter_context(netns.TwoHosts()) if rates else None
-            deployment = stack.enter_context(
-                Deployment(
-                    model,
-                    shape,
-                    options,
-                    args.backend,
-                    logs,
-                    progress,
-                    sides=sides,
-                    hosts=hosts,
-                    gateway=named_gateway(args.router),
-                    env=breakdown.ENV if args.breakdown else {},
-                )
-            )
+        made = Deployment(
+            model,
+            shape,
+            options,
+            args.backend,
+            logs,
+            progress,
+            sides=sides,
+            gateway=named_gateway(args.router),
+            env=breakdown.ENV if args.breakdown else {},
+        )
+        with made as deployment:
             show.now("waiting for the load generator")
             load.wait_ready()
             info = deployment.info(deployment.variants[0])
@@ -396,14 +378,11 @@ def _all(
                     if found["interrupted"]:
                         return
                     continue
-                for place in _places(deployment, workload, tokens, rates, show):
-                    measured = measure_all(
-                        deployment, load, workload, runs, page_size, args.sample_every, show, place, exact
-                    )
-                    measured["shape"] = vars(shape)
-                    measured["sides"] = {side.name: _shown(side) for side in sides}
-                    measured["notes"] = [*measured.get("notes", ()), *_of_aggregated(shape, sides)]
-                    document["workloads"].append(measured)
+                measured = measure_all(deployment, load, workload, runs, page_size, args.sample_every, show, exact)
+                measured["shape"] = vars(shape)
+                measured["sides"] = {side.name: _shown(side) for side in sides}
+                measured["notes"] = [*measured.get("notes", ()), *_of_aggregated(shape, sides)]
+                document["workloads"].append(measured)
 
 
 def _serving(shape: Shape, sides: Sequence[Side]) -> str:
@@ -432,33 +411,6 @@ def _check_fits(key: str, workload: Workload, shape: Shape) -> None:
         )
 
 
-def _places(
-    deployment: Deployment, workload: Workload, tokens: Tokens, rates: Sequence[link.Rate], show: Display
-) -> Iterator[dict[str, Any]]:
-    """What a workload's entry says of each link that it is to be measured over, when that link is set; {} without."""
-    if not deployment.hosts:
-        yield {}
-        return
-    show.now("measuring what a prompt takes")
-    deployment.hosts.set_rate(None)
-    prompt = link.measure_prompt(deployment, tokens, link.mean_prompt(workload))
-    for rate in rates:
-        bits = prompt.rate(rate)
-        deployment.hosts.set_rate(bits)
-        times = prompt.times_prefill(bits)
-        told = (
-            f"Link of {netns.rate_text(bits)} ({rate.text}) between prefill and decode: the KV of a prompt of "
-            f"{prompt.tokens} tokens, {prompt.kv_bytes / 1024:.0f} KiB, takes {times:.3g} times its prefill "
-            f"({1e3 * prompt.prefill_s:.1f} ms, measured alone)."
-        )
-        show.done(told)
-        yield {
-            "title": f"{workload.title}, link of {netns.rate_text(bits)} ({rate.text})",
-            "notes": [told, *workload.notes],
-            "link": {"name": rate.text.replace(":", "-"), "bits_per_s": bits, "kv_over_prefill": times, **vars(prompt)},
-        }
-
-
 def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, started: float) -> list[Path]:
     def version(*names: str) -> str:
         for name in names:
@@ -474,7 +426,6 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
         "runs": runs,
         "machine": f"{len(os.sched_getaffinity(0))} cores {platform.machine()}, {memory:.0f} GiB",
         "backend": args.backend,
-        **({"link": args.link} if args.link else {}),
         "backend_version": version(*backend),
         "sglang": version("sglang"),
         "sglang_pd_radix": __version__,

@@ -38,7 +38,6 @@ from sglang_pd_radix.tools.cluster import (
     with_defaults,
 )
 from sglang_pd_radix.tools.cluster.local_http import status_text
-from sglang_pd_radix.tools.netns import TwoHosts
 from sglang_pd_radix.tools.up import RADIX_ALIAS
 from sglang_pd_radix.tools.workers import (
     DECODE_COUNTERS,
@@ -55,8 +54,6 @@ from sglang_pd_radix.tools.workers import (
 OPTIONAL_COUNTERS = {
     "blocked": "sglang:decode_admissions_blocked_total",
     "computed_tokens": "sglang:decode_computed_tokens_total",
-    "state_bytes": "sglang:kv_transfer_state_bytes_total",
-    "sent_runs": "sglang:kv_transfer_runs_total",
 }
 # What an ordinary server counts of what decode workers do. One that never had a hit tells none.
 ORDINARY_COUNTERS = {"prompt_tokens": "sglang:prompt_tokens_total", "reused_tokens": "sglang:cached_tokens_total"}
@@ -140,8 +137,7 @@ def variants(shape: Shape, sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
 
 @dataclass
 class Deployment:
-    """Start it with ``with``; `use` before each run. With ``hosts``, prefill is on one of them and all decode workers
-    are on the other; the routers stay on this one."""
+    """Start it with ``with``; `use` before each run."""
 
     model: str
     shape: Shape
@@ -151,7 +147,6 @@ class Deployment:
     on_progress: Callable[[Progress], None] | None = None
     prefill_pool: int = PREFILL_POOL
     sides: Sequence[Side] = (OFF, ON)
-    hosts: TwoHosts | None = None
     prefill_env: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)  # of all servers
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
@@ -195,7 +190,6 @@ class Deployment:
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,
-            hosts={"prefill": self.hosts.prefill, "decode": self.hosts.decode} if self.hosts else None,
         )
 
     def _routes(self, variant: Variant) -> list[str]:
@@ -272,9 +266,7 @@ class Deployment:
         cpu_s = {"cpu_s": self._cpu_s([*prefill, *decode])}
         if variant.aggregated:
             return _NO_PAIR | _ordinary_counters(decode) | cpu_s
-        link = {"link_bytes": float(self.hosts.carried().to_decode)} if self.hosts else {}
         return {
-            **link,
             **summed_counters(prefill, decode, OPTIONAL_COUNTERS),
             "prefill_cpu_s": self._cpu_s(prefill),
             "decode_cpu_s": self._cpu_s(decode),

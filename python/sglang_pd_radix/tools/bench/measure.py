@@ -23,7 +23,7 @@ from sglang_pd_radix.tools.cluster import http, log_tail
 from sglang_pd_radix.tools.cluster.local_http import servers_key
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, parse_counters
 
-from . import breakdown, link
+from . import breakdown
 from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
@@ -326,7 +326,7 @@ def run_once(
         quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
         [a.prompt for a in asked],
-        [*deployment.problems(variant), *link.problems(figures)],
+        deployment.problems(variant),
         [a.tpot_s for a in asked],
         sent_late(asked),
         breakdown.collect(deployment, variant, workload, asked, len(steady.asked)),
@@ -468,8 +468,6 @@ def figures_of(
         "tpot_p50_s": percentile(tpot, 50),
         "tpot_p99_s": percentile(tpot, 99),
         "sent_bytes": total("sent_bytes"),
-        **({name: total(name) for name in link.FIGURES} if "link_bytes" in rounds[0] else {}),
-        **({"requests": len(everything)} if "link_bytes" in rounds[0] else {}),
         "prompt_pages": total("prompt_pages"),
         "least_pages": total("least_pages"),
         "prompt_tokens": total("prompt_tokens"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -58,8 +58,6 @@ FIGURES = (
     Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
     Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
-# Of runs over a limited link only; headers and handshake included.
-LINK_FIGURE = Figure("link_bytes", "bytes over the link, MiB", 2**20, 1)
 # Where a side has no prefill worker.
 CPU_FIGURE = Figure("cpu_s", "CPU time of all workers per request, ms", 1e-3, 2)
 # Of chats: first tokens of first turns, which nobody has anything of, and of all later ones.
@@ -75,7 +73,7 @@ STEADY_FIGURES = (
     Figure("steady_requests", "long prompts beside, answered", digits=0, good=""),
     Figure("steady_p50_s", "long prompts beside, time p50, ms", 1e-3, 0),
 )
-MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, LINK_FIGURE, CPU_FIGURE)
+MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
@@ -87,7 +85,7 @@ OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": 
 
 def figures_of(entry: Document) -> tuple[Figure, ...]:
     """The rows of a workload's table."""
-    shown = {LINK_FIGURE: "link" in entry, CPU_FIGURE: AGGREGATED.name in entry["variants"]}
+    shown = {CPU_FIGURE: AGGREGATED.name in entry["variants"]}
     known = entry["runs"][0]["figures"]
     return (*FIGURES, *(figure for figure in MORE_FIGURES if shown.get(figure, figure.key in known)))
 
@@ -167,33 +165,18 @@ def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
 
 # -------------------------------------------------------------------------------------------------------------- JSON
 
-# Where a workload has figures. One that is not known is NaN, and null in JSON, which has no NaN.
-_WITH_FIGURES = ("page_bytes", "ratios", "runs", "summary")
-
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """The report for machines."""
-    known = _each(document, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
-    return json.dumps(known, indent=1, allow_nan=False) + "\n"
+    """The report for machines. A figure that is not known is NaN, and null in JSON, which has no NaN."""
+    return json.dumps(_known(document), indent=1, allow_nan=False) + "\n"
 
 
-def of_json(document: Document) -> Document:
-    """A report that has been read from its JSON, with NaN for figures that are not known, as all else here wants it."""
-
-    def known(key: str, value: Any) -> Any:
-        return _each(value, lambda one: math.nan if one is None else one) if key in _WITH_FIGURES else value
-
-    workloads = [{key: known(key, value) for key, value in entry.items()} for entry in document["workloads"]]
-    return {**document, "workloads": workloads}
-
-
-def _each(value: Any, made: Callable[[Any], Any]) -> Any:
-    """``value`` with what is ``made`` of each single value in its lists and dicts."""
+def _known(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _each(one, made) for key, one in value.items()}
+        return {key: _known(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_each(one, made) for one in value]
-    return made(value)
+        return [_known(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------- Markdown
@@ -567,8 +550,7 @@ def write(document: Document, out: Path) -> list[Path]:
         "report.html": html(document),
     }
     for entry in document["workloads"]:
-        prefix = f"{entry['key']}-{entry['link']['name']}" if "link" in entry else entry["key"]
-        files |= {f"charts/{prefix}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
+        files |= {f"charts/{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -35,17 +35,16 @@ def measure_all(
     page_size: int,
     every_s: float,
     show: Show,
-    place: dict[str, Any],
     exact: bool,
 ) -> dict[str, Any]:
     """What the report has of one workload. Every side is warmed up alike, and every run begins with empty caches.
 
-    place: what `command._places` says of the link. exact: in this data type, answers may part where two tokens are as
-    likely to `parted.LEAST_LIMIT` nats, and nowhere else. Raises PdRadixError if a request fails.
+    exact: in this data type, answers may part where two tokens are as likely to `parted.LEAST_LIMIT` nats, and nowhere
+    else. Raises PdRadixError if a request fails.
     """
     found: list[tuple[int, Run]] = []
     variants = deployment.variants
-    show.begin(f"({workload.key}) {place.get('title', workload.title)}", runs * len(variants) * workload.requests)
+    show.begin(f"({workload.key}) {workload.title}", runs * len(variants) * workload.requests)
     for variant in variants:
         # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
         show.step(f"({workload.key}) {variant.name}", 0, "warming up")
@@ -66,7 +65,7 @@ def measure_all(
     partings = parted.find([run for _, run in found])
     most = parted.MOST_JUDGED if exact else parted.MOST_LOOKED_AT
     looks = parted.look(deployment, load, workload, partings, show.done, most) if partings else []
-    entry = _entry(workload, variants, page_size, found) | {"differences": looks} | place
+    entry = _entry(workload, variants, page_size, found) | {"differences": looks}
     if exact:
         entry["problems"][:0] = parted.problems(looks)
     report.finish(entry)
@@ -82,7 +81,6 @@ def _told(run: Run) -> str:
         f"ITL mean {1e3 * f['itl_mean_s']:.1f} ms",
         *([f"{f['sent_bytes'] / 2**20:.1f} MiB sent"] if pair else []),
         f"{f['reused_tokens'] / f['prompt_tokens']:.0%} of prompts reused{' on decode' if pair else ''}",
-        *([f"{f['link_bytes'] / 2**20:.1f} MiB over the link"] if "link_bytes" in f else []),
     ]
     return ", ".join(parts)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_pd_radix.supplied import cpu_host
 
-from ..netns import unproxied
 from . import gateway
 from .devices import cpu_env, cpu_options, gpu_count, gpu_placement
 from .options import DP_OPTIONS, HOST, bracketed, connectable, has_option, ports_named
@@ -19,6 +18,15 @@ from .spec import Spec
 
 #: By which servers of this machine are asked.
 LOCAL = (HOST, "::1", "localhost")
+
+
+def unproxied(environ: Mapping[str, str], addresses: Iterable[str]) -> dict[str, str]:
+    """What keeps requests to ``addresses`` from a proxy that ``environ`` names, beside those that it keeps already."""
+    names = ("no_proxy", "NO_PROXY")
+    given = [address for name in names for address in environ.get(name, "").split(",") if address]
+    # That one stands for all only where it stands alone.
+    direct = ["*"] if "*" in given else [*given, *addresses]
+    return dict.fromkeys(names, ",".join(dict.fromkeys(direct)))
 
 
 def lay_out(spec: Spec, log_dir: Path) -> list[Process]:

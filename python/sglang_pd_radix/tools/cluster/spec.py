@@ -6,12 +6,25 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sglang_pd_radix.errors import PdRadixError
 
-from ..netns import Host
 from .gateway import Gateway, check_policy, named_gateway
 from .options import HOST, RoleArgs, RoleEnv, api_key, option_value, per_worker, per_worker_env, refuse_owned
+
+
+class Host(Protocol):
+    """Another host than this one, on which workers run; the storms of a checkout make two."""
+
+    @property
+    def address(self) -> str: ...
+
+    def command(self, *argv: str) -> list[str]: ...
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]: ...
+
+    def unproxied(self, environ: Mapping[str, str]) -> dict[str, str]: ...
 
 
 @dataclass
@@ -32,7 +45,7 @@ class Spec:
     ``ordinary`` starts so many ordinary engines beside the PD workers, with ``ordinary_args``, to be measured against
     them. ``ordinary_routers``: name to options, of routers to all of these.
 
-    ``hosts`` has the host of `netns.TwoHosts` on which the workers of a role run; by default all run on this one. The
+    ``hosts`` has the host on which the workers of a role run; by default all run on this one. The
     router always does. ``pegaflow`` has the options of a PegaFlow server to start too, None for none.
 
     ``executable`` is the interpreter of the servers; ``commands`` replaces the arguments with which it runs a role
