@@ -296,7 +296,7 @@ class ServerArgs(engine.ServerArgs):
                 f"--hicache-ratio is {self.hicache_ratio:g}: host memory has to hold more than the KV pool. "
                 f"Give more than 1, or --hicache-size, or start with {FLAG} alone."
             )
-        from sglang.srt.disaggregation.local_prefill import Policy
+        from sglang.srt.disaggregation.local_policy import Policy
 
         given = self.disaggregation_decode_local_prefill
         if Policy.of("auto" if given is None else given) is None:

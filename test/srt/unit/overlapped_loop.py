@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from decode_world import World, aborted, kv_of
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.local_pace import Pace
+from sglang.srt.disaggregation.local_policy import Bucket
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
@@ -210,7 +210,7 @@ class Loop(World):
             memory.save, memory.load = self._when_over(memory.save), self._when_over(memory.load)
         if self.transfer.local is not None:
             # What is measured of steps is not the same in every run.
-            self.transfer.local.pace.own = lambda: [0] * Pace.width
+            self.transfer.local.bucket.own = lambda: [0] * Bucket.width
         self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> LoopScheduler:

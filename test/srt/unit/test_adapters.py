@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers import lora_batch
 from sglang.srt.managers.schedule_batch import Req, keep_extra_key
 from sglang.srt.managers.scheduler import Scheduler
@@ -153,14 +153,14 @@ def late_among_others(loop: Loop, late: int, others: int, turns: int) -> tuple[A
 @pytest.mark.parametrize("overlap", [True, False])
 def test_who_is_computed_here_has_a_turn_beside_those_from_prefill(overlap):
     """Who waits for it was looked for among those whose KV has arrived only."""
-    req, computed = late_among_others(adapter_loop(overlap, 4, most=12, queued=24), late=8, others=20, turns=300)
+    req, computed = late_among_others(adapter_loop(overlap, 4, most=12), late=8, others=20, turns=300)
     assert req.output_ids and computed
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_turn_lasts_until_the_last_slice(overlap):
     """Between two, its adapter was nobody's, and each slice waited for another turn."""
-    loop = adapter_loop(overlap, 8, most=40, queued=10**6)
+    loop = adapter_loop(overlap, 8, most=40)
     req, computed = late_among_others(loop, late=40, others=48, turns=600)
     turns = [turn for turn, _ in computed]
     assert req.output_ids and len(turns) > 4
@@ -174,7 +174,7 @@ def test_a_turn_lasts_until_the_last_slice(overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_who_is_computed_in_slices_ends_though_another_waits_for_its_place(overlap):
     """Its own next slice was held back with those that are new: neither went on."""
-    loop, came = adapter_loop(overlap, 4, most=200, queued=10**6), {}
+    loop, came = adapter_loop(overlap, 4, most=200), {}
     come = arrivals(loop)
 
     def between() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from overlapped_loop import VOCABULARY, Loop, LoopEnds, LoopScheduler, next_token
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.transfer_commit import note_transfer
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
@@ -77,7 +77,7 @@ class Penalized(Loop):
 def local(overlap: bool) -> Penalized:
     """With prompts that are computed here in slices, between which others decode."""
     loop = Penalized(overlap=overlap, size=128, options={"disaggregation_decode_local_prefill": "40"})
-    loop.transfer.local.policy = Policy(most=12, slice=4, step=8, queued=20, debt=24)
+    loop.transfer.local.policy = Policy(most=12, slice=4, step=8, debt=24)
     return loop
 
 

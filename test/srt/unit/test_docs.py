@@ -13,7 +13,7 @@ import pytest
 from code_texts import texts
 from sglang.srt.disaggregation import step_time
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, MEASURED, SHARED_FIGURES
-from sglang.srt.disaggregation.local_pace import Pace
+from sglang.srt.disaggregation.local_policy import Bucket
 from sglang.srt.disaggregation.ttft_target import TtftTarget
 
 from sglang_pd_radix.patching import registry, syntax
@@ -49,8 +49,8 @@ def test_the_protocol_counts_what_ranks_agree_on_as_the_code_does():
         text,
     )
     assert said is not None
-    assert [words.index(word) for word in said.groups()] == [MEASURED, step_time.WIDTH, Pace.width, TtftTarget.width]
-    assert MEASURED == step_time.WIDTH + Pace.width + TtftTarget.width
+    assert [words.index(word) for word in said.groups()] == [MEASURED, step_time.WIDTH, Bucket.width, TtftTarget.width]
+    assert MEASURED == step_time.WIDTH + Bucket.width + TtftTarget.width
     of_all = re.search(r"(\w+) figures with their negatives.*for the first (\w+) requests that may be admitted", text)
     assert of_all is not None
     assert [words.index(word) for word in of_all.groups()] == [SHARED_FIGURES, CANDIDATES]

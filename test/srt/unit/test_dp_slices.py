@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.disaggregation import local_steps
 from sglang.srt.disaggregation.itl_gate import ItlGate
-from sglang.srt.disaggregation.local_pace import Pace
-from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq, Policy
+from sglang.srt.disaggregation.local_policy import Bucket, Policy
+from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.local_steps import pick, who_wait
 from sglang.srt.disaggregation.step_time import MOST_DRIFT, Estimate, OtherRanks, Parts
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -86,7 +86,7 @@ def test_prompts_are_no_requests_of_a_step():
     """Neither the gate nor the pace takes a step for as long as another rank's prompts made it; clients wait for it."""
     gates, paces = [], []
     for prompts in (False, True):
-        gate, pace, now = ItlGate(15.0, SimpleNamespace(protected_size_=0)), Pace(), 0.0
+        gate, pace, now = ItlGate(15.0, SimpleNamespace(protected_size_=0)), Bucket(lambda: 0.1), 0.0
         for n in range(200):
             requests = 1 + n % 8
             for each in (gate, pace):
@@ -106,30 +106,27 @@ def test_prompts_are_no_requests_of_a_step():
     assert (alone.waits, beside.waits) == (1000, 1000 * MOST_DRIFT)
     assert alone == beside._replace(decode=alone.decode, waits=1000) and alone.requests == 8
     assert beside.decode.of(4, 4) == pytest.approx(alone.decode.of(4, 4), rel=0.05)
-    assert paces[0] == paces[1] and paces[0][0] > 0
+    assert paces[0] == paces[1] and paces[0][1] > 0
 
 
 def test_ranks_that_step_together_share_what_the_others_lose():
     """Each step over prompts is all ranks': with four, each has a quarter of the part."""
-    steps = []
+    waits = []
     for ranks in (1, 4):
-        pace = Pace()
-        pace.take([20 * MS, 15 * MS, MS // 10, 0, 0, 0, 0])
-        pace.note_step(step(16, [16] * ranks))
-        pace.computed(64, 16)
-        steps.append(0)
-        while not pace.has_time:
-            pace.decoded(16, 64)
-            steps[-1] += 1
-    assert steps[1] == pytest.approx(4 * steps[0], abs=4)
+        bucket = Bucket()
+        bucket.take([1000, 10**7])
+        bucket.note_step(step(16, [16] * ranks))
+        bucket.spend(3)
+        waits.append(bucket.wait(1, 16))
+    assert waits[1] == pytest.approx(4 * waits[0], abs=4)
 
 
 def test_a_rank_that_decodes_nothing_measures_what_it_waits_for():
-    pace, now = Pace(), 0.0
+    pace, now = Bucket(lambda: 0.2), 0.0
     for _ in range(40):
         now += 0.02
         pace.note_step(step(0, [0, 8]), now=now)
-    assert pace.own()[0] == pytest.approx(0.02 * 1000 * MS, rel=0.01)
+    assert pace.own()[1] == pytest.approx(10_000, rel=0.01)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -150,7 +147,7 @@ def test_a_step_without_prompts_comes_between_two_where_others_may_decode(monkey
 def test_a_burst_is_not_all_taken_because_nobody_decodes_yet():
     """The first of it decode when the rest has its turn, which then waits for their steps."""
     rank = Rank(0, target=False)
-    rank.local.pace.take([20 * MS, 15 * MS, MS // 10, 0, 300 * MS, 0, 0])
+    rank.local.bucket.take([1000, 7_000])
     req = SimpleNamespace(
         origin_input_ids=[0] * 128, return_logprob=False, return_hidden_states=False, return_routed_experts=False,
         is_prefill_only=False, input_embeds=None, multimodal_inputs=None, session=None, token_type_ids=None,
@@ -158,6 +155,8 @@ def test_a_burst_is_not_all_taken_because_nobody_decodes_yet():
     )  # fmt: skip
     found = SimpleNamespace(length=0, path=(), in_last=0)
     rank.local.waiting = rank.local.waiting[:15]
-    assert rank.local.should_compute(req, found, lambda: 0), "what one step computes"
+    assert rank.local.should_compute(req, found, lambda: 0) and not rank.local._takes, "what one step computes"
     rank.local.waiting.append(rank.local.waiting[0])
-    assert not rank.local.should_compute(req, found, lambda: 0)
+    assert rank.local.should_compute(req, found, lambda: 0) and rank.local._takes == 2
+    rank.local.bucket.spend(2)
+    assert not rank.local.should_compute(req, found, lambda: 0), "they wait for longer than prefill takes"

@@ -18,7 +18,7 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -757,7 +757,7 @@ def test_what_comes_from_host_memory_needs_no_prefill():
         reserved=0,
         host=HostSizes(256),
     )
-    loop.transfer.local.policy = Policy(most=12, slice=8, step=16, queued=20, debt=100)
+    loop.transfer.local.policy = Policy(most=12, slice=8, step=16, debt=100)
     first = tokens(1, 24)
 
     def between() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from decode_world import HostSizes, World
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache.host_tier.tier import HITS
 from test_host_tier import PAGE, admit, saved
 from test_traps import tokens
@@ -34,7 +34,7 @@ def computing(slice_tokens: int, hits: int) -> Loop:
         reserved=0,
         host=HostSizes(256, hits),
     )
-    loop.transfer.local.policy = Policy(most=100, slice=slice_tokens, step=2 * slice_tokens, queued=100, debt=200)
+    loop.transfer.local.policy = Policy(most=100, slice=slice_tokens, step=2 * slice_tokens, debt=200)
     return loop
 
 

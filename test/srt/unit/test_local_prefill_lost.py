@@ -15,7 +15,7 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -24,7 +24,7 @@ from test_step_in_flight import Play, RankPlay, actions
 
 LOCAL = {"disaggregation_decode_local_prefill": "4"}
 # Short enough that most prompts are prefill's, and long enough for slices.
-POLICY = Policy(most=4, slice=4, step=8, queued=8, debt=24)
+POLICY = Policy(most=4, slice=4, step=8, debt=24)
 
 
 def loop_of(**sizes: Any) -> Loop:
@@ -176,15 +176,15 @@ def no_memory_beside_others(rank: int) -> list[str]:
     return [decode_req.phase.name for decode_req in reqs]
 
 
-def test_what_one_rank_could_not_begin_counts_on_all(pair):
-    """Or the next one is computed here on one rank and asked of prefill on the other."""
-    assert assert_same(pair.run(no_memory_beside_others)) == ["RELEASED", "COMMITTED", "ASKED"]
+def test_what_one_rank_could_not_begin_ends_on_all(pair):
+    """And the next one is computed on all."""
+    assert assert_same(pair.run(no_memory_beside_others)) == ["RELEASED", "COMMITTED", "COMMITTED"]
 
 
 def test_who_has_all_of_its_kv_begins_beside_prompts_that_are_computed():
     """However many come, if none of them decodes: one in each turn, whose only token comes of its prompt."""
     loop = loop_of(size=2048, page_size=4, max_reqs=16, overlap=False)
-    loop.transfer.local.policy = POLICY._replace(most=12, queued=40, debt=400)
+    loop.transfer.local.policy = POLICY._replace(most=12, debt=400)
     script = {n: arrive([20 + n % 40, 1 + n // 40, 3, 4], max_new=1) for n in range(3, 80)}
     script[1] = arrive([9] * 30, max_new=3)
     script[6] = lambda loop: [loop.complete(one) for one in loop.asked]

@@ -17,7 +17,7 @@ from sglang.srt import server_args
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
 from sglang.srt.disaggregation.common.wire import DIGEST, OFFER, Offer, prefix_frames, split_offer
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.nixl.conn import TransferInfo
 from test_step_in_flight import Play, scripts
 
@@ -53,7 +53,7 @@ def test_what_is_offered_is_there_and_stays(page_size: int, local: bool, overlap
         sizes: dict[str, Any] = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4}
         loop = Loop(options=LOCAL if local else None, overlap=overlap, **sizes)
         if local:
-            loop.transfer.local.policy = Policy(most=6, slice=4, step=8, queued=20, debt=24)
+            loop.transfer.local.policy = Policy(most=6, slice=4, step=8, debt=24)
         loop.reads = page_size
         Chats(loop, script).run()
         offers += loop.offers

@@ -23,7 +23,7 @@ from pegaflow_loop import PegaFlowLoop
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.local_prefill import Policy
+from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -41,7 +41,7 @@ import host_server  # noqa: E402
 
 PAGE = 4
 # Debt that whatever is loaded would exceed.
-POLICY = Policy(most=12, slice=8, step=16, queued=24, debt=16)
+POLICY = Policy(most=12, slice=8, step=16, debt=16)
 FIRST = [1, 2, 1, 1, 2, 2] * 4
 REST = [2, 1, 1, 2, 2, 2, 1]
 

@@ -16,7 +16,8 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
-from sglang.srt.disaggregation.local_prefill import AUTO, LocalReq, Policy, may_compute, needs_prefill
+from sglang.srt.disaggregation.local_policy import AUTO, Policy
+from sglang.srt.disaggregation.local_prefill import LocalReq, may_compute, needs_prefill
 from sglang.srt.disaggregation.local_steps import places_for_prompts
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
@@ -33,17 +34,17 @@ LOCAL = {"disaggregation_decode_local_prefill": "40"}
 
 
 # What is measured of a decode step, of a step over prompts and of prefill, as `Pace.own` has it; nothing.
-UNPACED = (0, 0, 0, 0, 0, 0, 0)
+UNPACED = (0, 0)
 # A step over prompts takes as long as decode steps of one request earn in 8, and what prefill does much longer, or not.
-SLOW_PREFILL, FAST_PREFILL = (100, 300, 5, 0, 10**6, 0, 0), (100, 300, 5, 0, 1, 0, 0)
+SLOW_PREFILL, FAST_PREFILL = (3200, 10**7), (3200, 10)
 
 
 def local_loop(slice_tokens: int, measured: tuple[int, ...] = UNPACED, **sizes: Any) -> Loop:
     """measured: on this rank, in place of the time that its steps take."""
     loop = Loop(options=LOCAL, **sizes)
     local = loop.transfer.local
-    local.pace.own = lambda: list(measured)
-    local.policy = Policy(most=12, slice=slice_tokens, step=2 * slice_tokens, queued=20, debt=24, paced=True)
+    local.bucket.own = lambda: list(measured)
+    local.policy = Policy(most=12, slice=slice_tokens, step=2 * slice_tokens, debt=24, paced=True)
     return loop
 
 
@@ -306,28 +307,10 @@ def test_a_step_has_no_more_tokens_than_the_engine_keeps_memory_for(chunk: int, 
 
 def test_what_the_option_asks_for():
     assert Policy.of("off") is None and Policy.of("auto") == AUTO
-    assert Policy.of("5000") == Policy(most=5000, slice=AUTO.slice, step=5000, queued=5000, debt=5000)
+    assert Policy.of("5000") == Policy(most=5000, slice=AUTO.slice, step=5000, debt=5000)
     for wrong in ("0", "-1", "on", "", "1.5", "٣x"):
         with pytest.raises(ValueError, match="give off, auto or 1 token or more"):
             Policy.of(wrong)
-
-
-@pytest.mark.parametrize(
-    "delta, queued, debt, others, takes",
-    [
-        (1, 0, 0, False, True),
-        (12, 0, 0, True, True),
-        (13, 0, 0, False, False),
-        (12, 8, 0, True, True),
-        (12, 9, 0, True, False),
-        (12, 900, 0, False, True),
-        (4, 0, 20, True, True),
-        (5, 0, 20, True, False),
-        (0, 0, 0, False, False),
-    ],
-)
-def test_what_is_taken(delta, queued, debt, others, takes):
-    assert Policy(most=12, slice=4, step=8, queued=20, debt=24).should_compute(delta, queued, debt, others) == takes
 
 
 def plain(**more: Any) -> Any:

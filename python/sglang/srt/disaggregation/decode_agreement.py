@@ -36,7 +36,7 @@ _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
 _BITS = 32
 _WORDS = WINDOW // _BITS
 # Figures that the first rank has measured and the others go by: of steps, of prefills' pace, and of who is late.
-MEASURED = 12 + 7 + 1
+MEASURED = 12 + 2 + 1
 # Steps that TP ranks may disagree in a row before they drop what they can differ in.
 DISAGREEMENTS = 64
 

@@ -22,7 +22,7 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.deferred_release import let_go
-from sglang.srt.disaggregation.local_pace import Pace
+from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, Policy
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_time import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -36,60 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
-__all__ = ["LocalPrefills", "LocalReq", "Policy", "Slice", "may_compute", "needs_prefill"]
-
-
-class Policy(NamedTuple):
-    """Which remainders decode computes. All figures are tokens, and the same on all ranks.
-
-    most: a longer remainder is prefill's. slice: computed in one step while other requests decode, which wait for that.
-    step: computed in one step while none does. queued: what may wait for its step, while others decode; what comes
-    beyond goes to prefill, which works at the same time. debt: what decode computed of a conversation and prefill has
-    never seen; prefill computes it with the next remainder that is its own, so a conversation that has more goes there.
-    paced: whether steps over prompts keep to a part of the time, see local_pace.py; who names a number wants them here.
-    """
-
-    most: int
-    slice: int
-    step: int
-    queued: int
-    debt: int
-    paced: bool = False
-
-    @classmethod
-    def of(cls, asked: str) -> Policy | None:
-        """What ``--disaggregation-decode-local-prefill`` asks for; None for nothing. Raises ValueError."""
-        if asked in ("off", "false"):
-            # The second is what YAML makes of the first.
-            return None
-        if asked != "auto" and not (asked.isdecimal() and int(asked)):
-            raise ValueError(f"--disaggregation-decode-local-prefill is {asked!r}: give off, auto or 1 token or more.")
-        if asked == "auto":
-            return AUTO
-        most = int(asked)
-        step, queued, debt = (max(figure, most) for figure in (AUTO.step, AUTO.queued, AUTO.debt))
-        return Policy(most, AUTO.slice, step, queued, debt)
-
-    def within(self, most: int, slices: bool) -> Policy:
-        """The same, no step of which has more than ``most`` tokens; nor has a remainder, if there are no slices."""
-        longest = self.most if slices else min(self.most, most)
-        return self._replace(step=min(self.step, most), slice=min(self.slice, most), most=longest)
-
-    def should_compute(self, delta: int, queued: int, debt: int, others: bool, slow: bool = False) -> bool:
-        """Whether a remainder of ``delta`` tokens is decode's.
-
-        queued: what waits. others: whether requests decode. slow: whether prefill takes many times as long; then more
-        may wait here, and a conversation goes there later.
-        """
-        times = MORE_WHERE_SLOW if slow else 1
-        if not 0 < delta <= self.most or (debt and delta + debt > times * self.debt):
-            return False
-        return not (others and queued) or queued + delta <= times * self.queued
-
-
-# A chat's turn has fewer than 128 tokens. How often 64 may lengthen a step of others: local_pace.py.
-AUTO = Policy(most=128, slice=64, step=2048, queued=256, debt=512, paced=True)
-MORE_WHERE_SLOW = 8
+__all__ = ["LocalPrefills", "LocalReq", "Slice", "may_compute", "needs_prefill"]
 
 
 def needs_prefill(model: str | None) -> str | None:
@@ -110,8 +57,8 @@ def may_compute(req: Req) -> bool:
 @dataclasses.dataclass(eq=False)
 class LocalReq:
     """A request that is computed here. done: tokens of its prompt held, or launched. due: the decode step after which
-    it waits no longer for what steps over prompts may take. agreed: by all ranks. begun: a step has computed, or
-    computes, a part of it. computed: so many tokens of it."""
+    it may begin while others decode. agreed: by all ranks. begun: a step has computed, or computes, a part of it.
+    computed: so many tokens of it."""
 
     decode_req: DecodeRequest
     done: int
@@ -228,15 +175,16 @@ class LocalPrefills:
         """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
         self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
         self.policy, self._tells = policy, tells
-        self.pace = Pace(admission.transfers.short)
+        self.bucket = Bucket(admission.transfers.short)
         self.ranks = OtherRanks()
         # How many of so many tokens one step may compute while others wait for it.
         self.bound: Callable[[int], int] = lambda most: most
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
-        # `due` of the request that was last decided to be computed here; whether the next step waits for no other.
-        self._due, self._late_only = 0, False
+        # Of the request that was last decided to be computed here: the decode steps that it waits, its own steps.
+        self._wait, self._takes = 0, 0
+        self._due_only = False  # Whether the next step computes only what has waited for as long as expected.
         self.stood_back = False  # Whether they have left the last single place to those whose KV has arrived.
         # The last step, until those that it has finished decode.
         self.launched: Any = None
@@ -277,18 +225,19 @@ class LocalPrefills:
         if delta > self.policy.most or not may_compute(req):
             return False
         decoding = max(others(), self.ranks.decoding)
-        if decoding and not self.slices and delta > self.bound(self.policy.slice):
+        most = self.bound(self.policy.slice)
+        if decoding and not self.slices and delta > most:
             return False
-        queued = self.queued
-        if self.policy.paced and queued + delta > self.policy.step:
-            # More than a step computes for which nobody waits: by the next, those of this one decode.
+        if self.policy.paced and self.queued + delta > self.policy.step:
+            # More than one step computes: by the next step, the requests of this one decode.
             decoding = max(decoding, len(self.waiting))
         paced = bool(decoding) and self.policy.paced
-        slow = paced and self.pace.is_slow(decoding)
-        if not self.policy.should_compute(delta, queued, unknown_to_prefill(found), bool(decoding), slow):
+        debt = unknown_to_prefill(found)
+        if debt and delta + debt > self.policy.debt * (MORE_DEBT if paced and self.bucket.is_slow(decoding) else 1):
             return False
-        wait = self.pace.wait(delta, queued, self.bound(self.policy.slice), decoding) if paced else 0
-        self._due = self.pace.steps + (wait or 0)
+        self._takes = -(-delta // most) if paced else 0
+        wait = self.bucket.wait(self._takes, decoding) if paced else 0
+        self._wait = wait or 0
         return wait is not None
 
     # ---- admission: see `PrefillDeltas` ----
@@ -303,7 +252,8 @@ class LocalPrefills:
         req.computed_here = decode_req.entry.delta
         req.transfer_prefix_len = len(req.origin_input_ids) - req.computed_here
         decode_req.advance(Phase.LOCAL)
-        self.waiting.append(LocalReq(decode_req, req.transfer_prefix_len, self._due))
+        self.waiting.append(LocalReq(decode_req, req.transfer_prefix_len, self.bucket.steps + self._wait))
+        self.bucket.spend(self._takes)
         req.time_stats.set_decode_transfer_queue_entry_time()
         # Prefill has been asked for nothing.
         receiver = decode_req.kv_receiver
@@ -369,13 +319,13 @@ class LocalPrefills:
     def may_step(self, decoding: int) -> bool:
         """Whether the next step may be one over prompts, for which ``decoding`` requests wait.
 
-        Where what it takes has not been earned, only over those that have begun or waited for as long as expected.
+        Where the bucket counts, only over those that have begun, or waited for as long as expected.
         """
-        self._late_only = bool(decoding) and self.policy.paced and not self.pace.has_time
-        return not self._late_only or any(map(self._is_late, self.waiting))
+        self._due_only = bool(decoding) and self.policy.paced
+        return not self._due_only or any(map(self._is_due, self.waiting))
 
-    def _is_late(self, one: LocalReq) -> bool:
-        return one.agreed and (one.begun or one.due <= self.pace.steps)
+    def _is_due(self, one: LocalReq) -> bool:
+        return one.agreed and (one.begun or one.due <= self.bucket.steps)
 
     def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
         """What the next step computes, in order of admission.
@@ -400,7 +350,7 @@ class LocalPrefills:
         for one in self.waiting:
             if picked >= most_reqs or most_tokens <= 0:
                 return
-            if not one.agreed or one.req.to_finish or (self._late_only and not self._is_late(one)) or not fits(one.req):
+            if not one.agreed or one.req.to_finish or (self._due_only and not self._is_due(one)) or not fits(one.req):
                 continue
             if one.left <= most_tokens or (not self.slices and not picked):
                 end = len(one.req.origin_input_ids)

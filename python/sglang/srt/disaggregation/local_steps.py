@@ -9,8 +9,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.local_pace import note_charge
-from sglang.srt.disaggregation.local_prefill import LocalPrefills, Policy, Slice, needs_prefill
+from sglang.srt.disaggregation.local_policy import Policy
+from sglang.srt.disaggregation.local_prefill import LocalPrefills, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.lora_batch import AdapterTurns, running_and_waiting
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
@@ -83,7 +83,7 @@ def step_watchers(queue: Any) -> list[Any]:
 def _watch_steps(queue: Any) -> list[Any]:
     """What measures steps, and of which ranks agree on what it makes of them."""
     local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
-    return [*([] if gate is None else [gate]), *([] if local is None else [local.pace])]
+    return [*([] if gate is None else [gate]), *([] if local is None else [local.bucket])]
 
 
 def told_of(scheduler: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
     batch = _local_batch(scheduler, local)
     if batch is None:
         # Of those that decode, if there are any.
-        local.pace.decoded(max(scheduler.running_batch.batch_size(), local.ranks.decoding), local.policy.slice)
+        local.bucket.decoded(max(scheduler.running_batch.batch_size(), local.ranks.decoding))
     return batch
 
 
@@ -140,7 +140,6 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
     if not slices:
         return None
     batch = launch(scheduler, local, slices)
-    note_charge(batch, local.pace.computed(batch.prefill_stats.log_input_tokens, decoding))
     batch = scheduler.maybe_prepare_mlp_sync_batch(batch)
     set_schedule_time_batch(batch)
     return batch
