@@ -91,7 +91,7 @@ def misused(args: argparse.Namespace) -> str:
     if args.self_test:
         return "--self-test is a check of its own: leave out --thorough"
     if args.log_dir:
-        return "--log-dir: with --thorough, logs are in the directory beside the report"
+        return "--work-dir: with --thorough, logs are in the directory beside the report"
     if args.json and args.json.absolute() == (args.report or REPORT).absolute():
         return f"--json and --report are both {args.json}"
     return "--seed: the parts of --thorough have their own" if args.seed else ""

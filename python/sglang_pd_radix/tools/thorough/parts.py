@@ -101,7 +101,7 @@ def _verify(
     forced: Mapping[str, str] | None = None,
 ) -> Step:
     out = directory / "verify"
-    files = ("--json", str(out / readings.VERIFY), "--log-dir", str(out / "logs"))
+    files = ("--json", str(out / readings.VERIFY), "--work-dir", str(out / "logs"))
     return setting.tool(
         "verify",
         "verify",
@@ -197,7 +197,7 @@ def _bench(
         name,
         "bench",
         *(*small, "--only", keys, "--backend", setting.backend, *(("--model", model) if model else ())),
-        *(*arguments, "--out", str(out)),
+        *(*arguments, "--work-dir", str(out)),
         options={**setting.together(), **_on_gpu(setting)},
         forced=forced,
         environment=tuple(environment),
