@@ -234,6 +234,15 @@ def test_the_verdict_tells_of_a_cache_that_does_not_hold() -> None:
     assert held(few, [[32, 32]]) == []
 
 
+def test_a_prompt_that_decode_computes_itself_is_held_but_for_its_last_token() -> None:
+    """Once a page less than all of a prompt of whole pages was a failure of the cache."""
+    few = [Wave("the same again", [[1] * 32, [2] * 33], [32, 32])]
+    for computed, least in (([[0, 0]], 32), ([[16, 17]], 16)):
+        assert held(few, [[least, 32]], run=Run(computed=computed)) == []
+        names = ["cold cache, the same again, prompt 1", "cold cache, the same again, prompt 2"]
+        assert held(few, [[least - 16, 16]], run=Run(computed=computed)) == names
+
+
 def test_what_was_asked_before_is_held_to_the_page_in_a_warm_run() -> None:
     """Once it was measured there, and not judged."""
     script = Script(range(100, 900), 16, 3)
@@ -261,10 +270,10 @@ def test_a_chat_that_parts_within_rounding_need_not_be_held_as_the_other_run_wen
 
 def test_an_answer_of_the_engine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [[-0.5, token, None] for token in range(ANSWER_TOKENS)]
-    meta = {"output_token_logprobs": places, "cached_tokens_details": {"decode_prefix": 16}}
+    meta = {"output_token_logprobs": places, "cached_tokens_details": {"decode_prefix": 16, "decode_computed": 3}}
     monkeypatch.setattr(asking.forced, "http", lambda *a, **k: (200, json.dumps({"meta_info": meta}).encode()))
-    found, tokens = asking.ask("http://x", [1, 2])
-    assert found == Answer(tuple(range(ANSWER_TOKENS)), (-0.5,) * ANSWER_TOKENS) and tokens == 16
+    found, *tokens = asking.ask("http://x", [1, 2])
+    assert found == Answer(tuple(range(ANSWER_TOKENS)), (-0.5,) * ANSWER_TOKENS) and tokens == [16, 3]
     del places[3:]
     with pytest.raises(PdRadixError, match="answered with 3 tokens"):
         asking.ask("http://x", [1, 2])

@@ -275,6 +275,9 @@ def judge_reuse(
                 if common is not None:
                     most = len(waves[i - 1].prompts[n]) + common
                     least = min(least, max(0, most - bigrams) // page_size * page_size)
+            if run.computed and run.computed[i][n]:
+                # Of a prompt that it holds to its end it computes the last token anew, for the first of the answer.
+                least = min(least, (len(wave.prompts[n]) - 1) // page_size * page_size)
             if tokens < least:
                 failures.append(f"{what}, {wave.name}, prompt {n + 1}: decode held {tokens} tokens, not {least}")
     _tell(verdict, "reuse", what, failures)
