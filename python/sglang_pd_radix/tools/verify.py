@@ -56,9 +56,9 @@ MOST_UNREADABLE = 0.03
 # Of decode's pools, the part that the prompts may fill: what a request waits for, and what is kept free, is beside it.
 FILLED = 0.7
 
-# What each step takes, beside the others; of the benchmark both of its runs, and each fault of --self-test 1.
-WORK = {"start": 3, "flag off": 4, "cold cache": 1, "warm cache": 1, "scores": 2}
-BENCH_WORK = 3
+# What each step takes beside the others, as on two cores with a made model; each fault of --self-test takes 1.
+WORK = {"start": 10, "flag off": 4, "cold cache": 1, "warm cache": 1, "scores": 1}
+BENCH_WORK = 13
 
 _EPILOG = """
 Engine options for all workers follow after --. Three workers run: on one GPU each needs a third of it, for example
