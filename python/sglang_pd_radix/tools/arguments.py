@@ -1,11 +1,14 @@
-"""Command lines: options whose value is a string of options for another program, and what of a line may be shown."""
+"""What commands share of their command lines: errors of one line, options in a string, and what may be shown."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -15,6 +18,35 @@ _SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 _SECRET_VARIABLE = re.compile(r"(?i)\w*(key|token|secret|password)(_\w*)?")
 # Whose value is a command line again; --compare's has a name and a colon before it.
 _LINES = ("--on", "--compare")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong and what to do about it; the usage of a large command would hide both."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print it and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}{'' if message.endswith('?') else ';'} see {self.prog} --help\n")
+
+    def unknown(self, word: str) -> NoReturn:
+        """`error` for a word that is no argument of this command."""
+        name = word.partition("=")[0]
+        engines = any(action.dest == "engine_options" for action in self._actions)
+        behind = " (options of the engine go behind --)" if engines else ""
+        self.error(f"unknown argument {name}{behind}{did_you_mean(name, self._option_string_actions)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``: did you mean ...?`` with the one of ``known`` that is most like ``word``; "" if none is."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Declare the options by which `operate.reading.addresses` knows the workers of a deployment."""
+    group = parser.add_argument_group("workers", "Name them, or who knows them.")
+    group.add_argument("worker", nargs="*", metavar="HOST:PORT", help="prefill and decode workers")
+    group.add_argument("--gateway", metavar="URL", help="ask this gateway for the workers (smg, sglang-router)")
+    group.add_argument("--deployment", metavar="FILE", help="the workers of pd-radix up --json FILE")
 
 
 def join_values(args: Sequence[str]) -> list[str]:

@@ -19,6 +19,8 @@ from .progress import Display
 from .rounding import Answer
 from .workers import LOCAL_COUNTERS, by_rank, empty_caches, pools_of, problems_of, server_info, summed_counters
 
+# What a start takes, with a warm-up and the end, in turns.
+START = 12
 # A tree for speculation has one token less than the KV that it holds, and the last step's drafts may not be in it.
 LOOSE_WITHOUT_DRAFTS, DRAFT_TOKENS = 1, 4
 
@@ -106,6 +108,7 @@ def hold(cluster: Cluster, name: str, workload: Workload, show: Display, beside:
     beside: how many clients with long prompts there are beside another short chat after it.
     """
     started = time.monotonic()
+    show.now(f"flag {name}: starting", START)
     with cluster:
         run = _described(server_info(cluster.decode_urls[0]), time.monotonic() - started)
         show.done(f"flag {name}: serving after {run.start_s:.0f} s")
@@ -151,7 +154,7 @@ def _chat(cluster: Cluster, name: str, workload: Workload, show: Display, run: R
     chats = Chats(cluster.router_url, cluster.model_path, workload, logprobs=not run.exact)
     before = summed_counters(cluster.prefill_urls, cluster.decode_urls, LOCAL_COUNTERS)
     for number in range(1, workload.turns + 1):
-        show.now(f"flag {name}: turn {number} of {workload.turns}, {count(workload.clients, 'client')}")
+        show.now(f"flag {name}: turn {number} of {workload.turns}, {count(workload.clients, 'client')}", 1)
         replies = chats.turn(cluster.check)
         after = summed_counters(cluster.prefill_urls, cluster.decode_urls, LOCAL_COUNTERS)
         turn = Turn(**{key: after[key] - before[key] for key in after}, replies=replies)

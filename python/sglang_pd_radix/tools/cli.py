@@ -19,27 +19,34 @@ from typing import TYPE_CHECKING
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
-from sglang_pd_radix.tools.arguments import join_values
+from sglang_pd_radix.tools.arguments import Parser, did_you_mean, join_values
 
 if TYPE_CHECKING:
     from sglang_pd_radix.patching.registry import Replacement
 
 # Each is a module with add_arguments(parser) and run(args) -> int, imported only when its command is the one given.
-COMMANDS = {
-    "make-model": "write a small random-weight model, offline and the same every time",
-    "up": "start prefill workers, decode workers and the router",
-    "demo": "hold the same conversation with the flag off and on, and compare",
-    "bench": "measure deployments against each other",
-    "verify": "check the decode prefix cache on this machine, with your model, and print a verdict",
-    "top": "show workers and requests of a deployment as they are now",
-    "drain": "take a worker out of service without losing a request",
-    "join": "have a gateway take a worker in once it is ready",
-    "trace": "print when what happened to a request",
-    "dashboard": "print the Grafana dashboard, or for Prometheus its configuration and alerting rules",
-    "patches": "print everything the patch set changes in the engine",
-    "reference": "print every option, environment variable, metric, route and field",
-    "doctor": "check this installation and this machine",
+GROUPS = {
+    "evaluate": {
+        "demo": "hold the same conversation with the flag off and on, and compare",
+        "verify": "check the decode prefix cache on this machine, with your model, and print a verdict",
+        "bench": "measure deployments against each other",
+        "doctor": "check this installation and this machine, and a running fleet for mixed versions",
+        "make-model": "write a small random-weight model, offline and the same every time",
+    },
+    "operate": {
+        "up": "start prefill workers, decode workers and the router",
+        "top": "show workers and requests of a deployment as they are now",
+        "trace": "print when what happened to a request",
+        "drain": "take a worker out of service without losing a request",
+        "join": "have a gateway take a worker in once it is ready",
+        "dashboard": "print the Grafana dashboard, or for Prometheus its configuration and alerting rules",
+    },
+    "develop": {
+        "patches": "print everything the patch set changes in the engine",
+        "reference": "print every option, environment variable, metric, route and field",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 128 + signal.SIGPIPE  # until a command has said what it found
     try:
-        args = build_parser(arguments[0] if arguments else None).parse_args(join_values(arguments))
+        args = _parse(arguments)
         with _ends_unwind():
             code = int(args.run(args))
             sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after bad usage; a signal
+    except SystemExit as stop:  # 0 after --help, 2 after bad usage; a signal
         return stop.code if isinstance(stop.code, int) else 1
     except PdRadixError as error:
         print(f"pd-radix: {error}", file=sys.stderr)
@@ -98,28 +105,60 @@ def _ends_unwind() -> Iterator[None]:
         yield
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What ``arguments`` ask for. Raises SystemExit after help, or after one line that says what is wrong."""
+    command = arguments[0] if arguments else None
+    parser = build_parser(command)
+    if command is None:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    known = installed()
+    if not command.startswith("-") and command not in known:
+        parser.error(f"there is no command {command}{did_you_mean(command, known)}")
+    args, unknown = parser.parse_known_args(join_values(arguments))
+    if unknown:
+        args.parser.unknown(unknown[0])
+    return args
+
+
+def installed() -> list[str]:
+    """The commands whose modules are there."""
+    return [name for name in COMMANDS if name == "patches" or importlib.util.find_spec(_module(name))]
+
+
+def _module(command: str) -> str:
+    return f"sglang_pd_radix.tools.{command.replace('-', '_')}"
+
+
+def build_parser(command: str | None = None) -> Parser:
     """The parser with every sub-command that is installed; only ``command`` gets its own options."""
-    parser = argparse.ArgumentParser(
-        prog="pd-radix",
-        description="Decode-side prefix cache for prefill/decode disaggregation in SGLang 0.5.10.post1.",
-    )
+    known = installed()
+    parser = Parser(prog="pd-radix", usage="pd-radix COMMAND [options]", description=_description(known))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--version", action="version", version=f"pd-radix {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        module = f"sglang_pd_radix.tools.{name.replace('-', '_')}"
-        if name != "patches" and importlib.util.find_spec(module) is None:
-            continue
-        options = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="pd-radix", help=argparse.SUPPRESS)
+    for name in known:
+        summary = COMMANDS[name]
+        options = commands.add_parser(name, description=summary[0].upper() + summary[1:] + ".")
+        options.set_defaults(parser=options)
         if name != command:
             continue
         if name == "patches":
             _add_patches(options)
         else:
-            implementation = importlib.import_module(module)
+            implementation = importlib.import_module(_module(name))
             implementation.add_arguments(options)
             options.set_defaults(run=implementation.run)
     return parser
+
+
+def _description(known: Sequence[str]) -> str:
+    """What ``pd-radix --help`` says of the commands, in groups."""
+    lines = ["Decode-side prefix cache for prefill/decode disaggregation in SGLang 0.5.10.post1."]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<12}{summary}" for name, summary in commands.items() if name in known]
+    return "\n".join([*lines, "", "pd-radix COMMAND --help has the options of a command."])
 
 
 def _add_patches(parser: argparse.ArgumentParser) -> None:

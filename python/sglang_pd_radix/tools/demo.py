@@ -23,7 +23,7 @@ from .arguments import hidden
 from .chat_judge import compare
 from .chat_load import Workload
 from .chat_report import as_document, print_report
-from .chat_run import Run, count, hold
+from .chat_run import START, Run, count, hold
 from .cluster import (
     ATTENTION_OPTIONS,
     RADIX_FLAG,
@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     check_page_size(args.engine_options)
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
-    with _work_dir(args.work_dir) as work_dir, Display() as show:
+    runs = 2 + (args.local_prefill != "off")
+    with _work_dir(args.work_dir) as work_dir, Display(work=runs * (START + workload.turns)) as show:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, workload, made_model=not args.model)
         sides = {"off": [], "on": [RADIX_FLAG, chat_local.LOCAL_FLAG, "off"]}

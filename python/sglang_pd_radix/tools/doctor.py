@@ -6,11 +6,14 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +23,10 @@ from sglang_pd_radix.patching import loader, registry
 from sglang_pd_radix.supplied import pegaflow_host, torch_layers
 
 from . import process_group
+from .cluster.local_http import http
+from .operate.reading import TIMEOUT_S, addresses
+from .operate.texts import printable
+from .progress import Display
 
 # Libraries with native parts are asked in processes of their own: one may hang, crash or print. All start at once.
 TIMEOUT = 20.0
@@ -73,7 +80,21 @@ if cuda is not None:
             cuda.cuDeviceGetName(name, 100, index)
             answer["devices"].append(name.value.decode())
 """,
+    "ucx": """
+import glob, re, shutil, subprocess
+answer = {"ports": {}, "verbs": bool(glob.glob("/dev/infiniband/uverbs*")), "transports": None}
+for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*/state")):
+    _, _, _, _, device, _, port, _ = path.split("/")
+    answer["ports"][f"{device}:{port}"] = open(path).read().partition(":")[2].strip()
+if tool := shutil.which("ucx_info"):
+    told = subprocess.run([tool, "-d"], capture_output=True, text=True).stdout
+    answer["transports"] = sorted(set(re.findall(r"Transport: (\\S+)", told)))
+""",
 }
+# Transports of UCX over RDMA begin so.
+_RDMA = ("rc", "ud", "dc")
+# What a worker should be allowed of open files, and what all processes of a host should have of shared memory, bytes.
+_FEWEST_FILES, _LEAST_SHARED = 8192, 2**30
 _ANSWER = "pd-radix-answer:"
 _WRAPPER = """
 import json
@@ -89,7 +110,10 @@ os._exit(0)  # the answer is out; a native library's exit handler may still cras
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ``status`` is ``ok``, ``warn`` or ``fail``; ``way_out`` says what to do about it."""
+    """One line of the report. ``status`` is ``ok``, ``warn``, ``fail``, or ``n/a`` for what cannot be used here.
+
+    way_out: what to do about it.
+    """
 
     name: str
     status: str
@@ -99,12 +123,17 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``pd-radix doctor``."""
+    parser.description = "Check this installation and this machine, and with --gateway the workers of a running fleet."
+    parser.epilog = "Exit code: 1 if a check fails; a warning is not a failure, and n/a is what cannot be used here."
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--gateway", metavar="URL", help="compare the versions and settings of this gateway's workers")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Returns 1 if a check fails, else 0; a warning is not a failure."""
-    checks = diagnose()
+    urls = addresses([], args.gateway, None) if args.gateway else []
+    with Display() as show:
+        checks = [*diagnose(show=show), *([fleet(urls)] if urls else [])]
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -116,9 +145,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
-def diagnose(timeout: float = TIMEOUT) -> list[Check]:
+def diagnose(timeout: float = TIMEOUT, show: Display | None = None) -> list[Check]:
     """All checks, in the order of the report; ``timeout`` in seconds is for all the probes together."""
-    answers = ask(_PROBES, timeout)
+    if show:
+        show.now(f"asking {', '.join(_PROBES)}: {timeout:.0f} s at most")
+    answers = ask(_PROBES, timeout, show)
     return [
         _python(),
         _engine(),
@@ -128,8 +159,12 @@ def diagnose(timeout: float = TIMEOUT) -> list[Check]:
         _of("nixl", _nixl, answers["nixl"]),
         _of("mooncake", _mooncake, answers["mooncake"]),
         _pegaflow(),
-        Check("mori", "ok", "not supported by this patch set (the engine itself needs ROCm for it)"),
+        Check("mori", "n/a", "not supported by this patch set (the engine itself needs ROCm for it)"),
         _of("router", _router, answers["router"]),
+        _of("ucx", _ucx, answers["ucx"]),
+        _of("memlock", _locked_memory, answers["ucx"]),
+        _open_files(),
+        _shared_memory(),
     ]
 
 
@@ -141,7 +176,7 @@ def _of(name: str, judge: Callable[[dict[str, Any]], Check], answer: dict[str, A
     return judge(answer)
 
 
-def ask(probes: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
+def ask(probes: dict[str, str], timeout: float, show: Display | None = None) -> dict[str, dict[str, Any]]:
     """Run each snippet in a Python of its own, all at once, and collect what it left in ``answer``.
 
     A snippet that raises or dies answers ``{"error": reason}``, and one that takes longer than ``timeout`` seconds
@@ -160,6 +195,9 @@ def ask(probes: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
                 answers[name] = _read(output, child.returncode)
             except subprocess.TimeoutExpired:
                 answers[name] = {"late": f"no answer within {timeout:.0f} s"}
+            if show:
+                waited_for = ", ".join(probes.keys() - answers.keys())
+                show.step(f"waiting for {waited_for}", len(answers), f"{len(answers)}/{len(probes)}")
     finally:
         for child in children.values():
             _end(child)
@@ -307,19 +345,116 @@ def _mooncake(answer: dict[str, Any]) -> Check:
         what, way_out = answer["trouble"]
         if answer["installed"]:
             return Check("mooncake", "warn", f"installed, but {what}", way_out)
-        return Check("mooncake", "ok", f"not installed (optional: {way_out})")
+        return Check("mooncake", "n/a", f"not installed (optional: {way_out})")
     return Check("mooncake", "ok", "loads; transfers over {}; to change that: {}".format(*answer["transport"]))
 
 
 def _pegaflow() -> Check:
     version, what = pegaflow_host.installed_version(), pegaflow_host.trouble()
     if version is None:
-        return Check("pegaflow", "ok", f"not installed (optional: {pegaflow_host.INSTALL})")
+        return Check("pegaflow", "n/a", f"not installed (optional: {pegaflow_host.INSTALL})")
     if version != pegaflow_host.VERSION:
         return Check("pegaflow", "warn", f"{version} is installed", f"{what}, or leave --enable-pegaflow out")
     if what is not None:
-        return Check("pegaflow", "ok", f"{version}, but no server can be started here (optional): {what}")
+        return Check("pegaflow", "n/a", f"{version}, but no server can be started here (optional): {what}")
     return Check("pegaflow", "ok", f"pegaflow-llm {version}; a server can be started here")
+
+
+def _ucx(answer: dict[str, Any]) -> Check:
+    if "error" in answer:
+        return Check("ucx", "warn", f"its devices cannot be listed: {answer['error']}", "run ucx_info -d by hand")
+    ports, transports = answer["ports"], answer["transports"]
+    offered = "" if transports is None else f"; UCX has {', '.join(transports) or 'no transport'}"
+    if not ports:
+        return Check("ucx", "n/a", f"no RDMA device: KV goes over TCP or shared memory{offered}")
+    down = [f"{port} is {state}" for port, state in ports.items() if state != "ACTIVE"]
+    if not answer["verbs"]:
+        way_out = "start the container with --device /dev/infiniband"
+        return Check("ucx", "warn", f"{', '.join(ports)}: /dev/infiniband is missing, so KV goes over TCP", way_out)
+    if down:
+        return Check("ucx", "warn", f"{', '.join(down)}{offered}", "name those that are up in UCX_NET_DEVICES")
+    if transports is not None and not any(name.startswith(_RDMA) for name in transports):
+        return Check(
+            "ucx", "warn", f"{', '.join(ports)}{offered}, none of RDMA", "install a UCX with verbs (rdma-core)"
+        )
+    return Check("ucx", "ok", f"RDMA over {', '.join(ports)}{offered}")
+
+
+def _locked_memory(answer: dict[str, Any]) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    told = "ulimit -l is " + ("unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB")
+    if not answer.get("ports"):
+        return Check("memlock", "n/a", f"{told}; it matters for RDMA alone")
+    if soft == resource.RLIM_INFINITY:
+        return Check("memlock", "ok", told)
+    way_out = "ulimit -l unlimited (docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of systemd)"
+    return Check("memlock", "warn", f"{told}: RDMA has to lock the whole KV pool", way_out)
+
+
+def _open_files() -> Check:
+    """The engine raises the soft limit itself, as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = f"ulimit -n is {soft}, at most {'unlimited' if hard == resource.RLIM_INFINITY else hard}"
+    if hard == resource.RLIM_INFINITY or hard >= _FEWEST_FILES:
+        return Check("open files", "ok", told)
+    way_out = f"allow {_FEWEST_FILES} or more (docker run --ulimit nofile=65535, LimitNOFILE=65535 of systemd)"
+    return Check("open files", "warn", f"{told}: each request and each peer is a connection", way_out)
+
+
+def _shared_memory(path: str = "/dev/shm") -> Check:
+    try:
+        size = shutil.disk_usage(path).total
+    except OSError as error:
+        return Check("shared memory", "warn", f"{path}: {error.strerror}", f"mount a tmpfs at {path}")
+    told = f"{path} has {size / 2**30:.3g} GiB"
+    if size >= _LEAST_SHARED:
+        return Check("shared memory", "ok", told)
+    way_out = "docker run --ipc=host, or --shm-size=8g"
+    return Check("shared memory", "warn", f"{told}: NCCL, UCX and the engine's processes share memory there", way_out)
+
+
+def fleet(urls: Sequence[str]) -> Check:
+    """Whether the workers at ``urls`` are of one version and have what two of a pair have to have in common."""
+    with ThreadPoolExecutor(len(urls)) as pool:
+        told = dict(zip(urls, pool.map(_of_worker, urls), strict=True))
+    known = {url: of_worker for url, of_worker in told.items() if of_worker}
+    mixed, same = [], []
+    for what in _FLEET:
+        by_value: dict[str, list[str]] = {}
+        for url, of_worker in known.items():
+            by_value.setdefault(of_worker[what], []).append(url.partition("//")[2])
+        same += [f"{what} {value}" for value in by_value if len(by_value) == 1]
+        if len(by_value) > 1:
+            mixed.append(f"{what} " + ", ".join(f"{value} ({' '.join(of)})" for value, of in by_value.items()))
+    if mixed:
+        way_out = "bring all workers to the same; in the middle of a rolling upgrade this is no fault"
+        return Check("fleet", "warn", f"mixed: {'; '.join(mixed)}", way_out)
+    if silent := [url for url in urls if url not in known]:
+        return Check("fleet", "warn", f"no answer to /server_info from {', '.join(silent)}", "see pd-radix top")
+    return Check("fleet", "ok", f"{len(urls)} workers: {', '.join(same)}")
+
+
+def _of_worker(url: str) -> dict[str, str]:
+    """What is to be the same of all workers, of one; {} if it does not say."""
+    status, content = http(url + "/server_info", timeout=TIMEOUT_S)
+    try:
+        info = json.loads(content) if status == 200 else {}
+        pools = [state.get("kv_pool", {}) for state in info["internal_states"]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+    has_package = bool(pools) and all("requests" in pool for pool in pools)
+    found = {name: printable(str(info.get(key))) for name, key in _FLEET.items()}
+    return found | {"sglang-pd-radix": "there" if has_package else "not there, or an older one"}
+
+
+# What is compared, and where /server_info has it.
+_FLEET = {
+    "sglang": "version",
+    "sglang-pd-radix": "",
+    "transfer over": "disaggregation_transfer_backend",
+    "page size": "page_size",
+    "KV of type": "kv_cache_dtype",
+}
 
 
 def _router(answer: dict[str, Any]) -> Check:

@@ -185,7 +185,7 @@ def _role(url: str, deadline: float) -> str:
     while True:
         rank = Reader([url]).look().ranks[0]
         # One that is busy takes its time to answer.
-        if rank.error != SILENT or not _listens(url) or time.monotonic() > until:
+        if not rank.unheard or not _listens(url) or time.monotonic() > until:
             return rank.role if rank.role in ("prefill", "decode") else ""
         time.sleep(LOOK_S)
 
@@ -250,6 +250,8 @@ def _left(ranks: list[Rank], url: str) -> str:
     states: dict[str, int] = {}
     idle = True
     for rank in ranks:
+        if rank.unheard:
+            return "not answered yet"
         if rank.error == UNTOLD and not rank.pool:
             # The engine's figure, which leaves some out. What it leaves out, the engine waits for after SIGTERM.
             count = engine_requests(url)
@@ -258,7 +260,7 @@ def _left(ranks: list[Rank], url: str) -> str:
             states["requests"] = count
             continue
         if rank.error and rank.error != UNTOLD:
-            return "not answered yet" if rank.error == SILENT else f"answered {rank.error}"
+            return f"answered {rank.error}"
         idle &= rank.idle
         for state, count in rank.requests.items():
             states[state] = states.get(state, 0) + count

@@ -8,12 +8,15 @@ import os
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .operate.columns import COLUMNS
-from .operate.reading import Reader, addresses
+from .arguments import add_workers
+from .operate.columns import COLUMNS, LEGEND
+from .operate.reading import Reader, addresses, check_listening
 
-_EPILOG = """
+_EPILOG = f"""
 Keys: < and > choose the column that workers are sorted by, r turns the order, q ends; h, w, b and f sort by what
 was held, by what waits, by bytes sent and by failures.
+
+{LEGEND}
 """
 
 
@@ -22,12 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show the workers of a deployment and their requests, again and again."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("worker", nargs="*", metavar="HOST:PORT", help="prefill and decode workers")
-    parser.add_argument("--gateway", metavar="URL", help="ask this gateway for the workers (smg, sglang-router)")
-    parser.add_argument("--deployment", metavar="FILE", help="the workers of pd-radix up --json FILE")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
-    parser.add_argument("--sort", choices=tuple(COLUMNS), default="worker", help="the column that comes first")
-    parser.add_argument("--json", action="store_true", help="look once, print what was seen, and end")
+    add_workers(parser)
+    view = parser.add_argument_group("view")
+    view.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
+    view.add_argument("--sort", choices=tuple(COLUMNS), default="worker", help="the column to sort by")
+    view.add_argument("--json", action="store_true", help="look once, print what was seen, and end")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     # The view reads keys from the first and draws on the third. Where the second goes elsewhere, nobody means to look.
     if not args.json and not all(map(os.isatty, range(3))):
         raise PdRadixError("the live view needs a terminal as its input and output: give --json to look once")
-    reader = Reader(addresses(args.worker, args.gateway, args.deployment))
+    urls = addresses(args.worker, args.gateway, args.deployment)
+    check_listening(urls)
+    reader = Reader(urls)
     if args.json:
         look = reader.look()
         print(json.dumps(look.as_dict(), indent=2))

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 from sglang_pd_radix.errors import PdRadixError
 
+from .arguments import add_workers
 from .cluster.local_http import http, status_text
 from .operate.reading import TIMEOUT_S, addresses
 from .operate.texts import printable
@@ -54,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number of requests that each is to remember. Times of different hosts are by their own clocks."
     )
     parser.add_argument("rid", metavar="RID", help="the request's id, as in meta_info.id of its answer")
-    parser.add_argument("worker", nargs="*", metavar="HOST:PORT", help="prefill and decode workers")
-    parser.add_argument("--gateway", metavar="URL", help="ask this gateway for the workers (smg, sglang-router)")
-    parser.add_argument("--deployment", metavar="FILE", help="the workers of pd-radix up --json FILE")
+    add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print the workers' records as they are")
 
 

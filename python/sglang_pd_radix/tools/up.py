@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Start prefill workers, decode workers and the router on this machine, and end them together."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model-path", required=True, metavar="MODEL", help="model directory or Hugging Face name")
+    parser.add_argument(
+        "--model-path", "--model", required=True, metavar="MODEL", help="model directory or Hugging Face name"
+    )
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode workers (default: 1)")
     parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
@@ -89,7 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port of the router (default: a free one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write addresses, pids and log paths there")
     parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="where logs go (default: a new temporary directory)"
+        *("--work-dir", "--log-dir"),
+        dest="log_dir",
+        type=Path,
+        metavar="DIR",
+        help="where logs go (default: a new temporary directory)",
     )
     parser.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="longest start-up, seconds (default: 600)"

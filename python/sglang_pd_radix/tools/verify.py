@@ -15,11 +15,8 @@ import os
 import platform
 import shutil
 import signal
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from .bench import command, deploy, measure, parted, report, turns
 from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
+from .progress import Display
 from .up import (
     check_json,
     check_log_dir,
@@ -39,10 +37,10 @@ from .up import (
     own_log_dir,
     write_json,
 )
-from .verification import kv_record, self_test
+from .verification import faults, kv_record, self_test
 from .verification.asking import ANSWER_TOKENS
 from .verification.check import Check
-from .verification.judging import Verdict
+from .verification.judging import Part, Verdict
 from .verification.script import Script, tokens_to_hold
 
 _BACKENDS = ("nixl", "mooncake")
@@ -55,6 +53,10 @@ LEAST_OVER_LEAST = 0.999
 MOST_UNREADABLE = 0.03
 # Of decode's pools, the part that the prompts may fill: what a request waits for, and what is kept free, is beside it.
 FILLED = 0.7
+
+# What each step takes beside the others, as on two cores with a made model; each fault of --self-test takes 1.
+WORK = {"start": 10, "flag off": 4, "cold cache": 1, "warm cache": 1, "scores": 1}
+BENCH_WORK = 13
 
 _EPILOG = """
 Engine options for all workers follow after --. Three workers run: on one GPU each needs a third of it, for example
@@ -77,17 +79,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check the decode prefix cache on this machine, with your model: a verdict for a report."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
-    parser.add_argument("--backend", choices=_BACKENDS, default="nixl", help="KV transfer (default: nixl)")
-    parser.add_argument(
+    checked = parser.add_argument_group("what is checked")
+    checked.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
+    checked.add_argument("--backend", choices=_BACKENDS, default="nixl", help="KV transfer (default: nixl)")
+    add_router_option(checked)
+    checked.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
+    checked.add_argument(
         "--self-test",
         action="store_true",
         help="make faults on purpose; each must be found (the benchmark is left out)",
     )
-    add_router_option(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where logs go (default: a temporary directory)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
+    written = parser.add_argument_group("what is written")
+    written.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
+    written.add_argument(
+        *("--work-dir", "--log-dir"),
+        dest="log_dir",
+        type=Path,
+        metavar="DIR",
+        help="where logs go (default: a temporary directory)",
+    )
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
 
@@ -100,31 +110,32 @@ def run(args: argparse.Namespace) -> int:
     given = check_model(args.model) if args.model else None
     verdict = Verdict(_versions() | {"router": named_gateway(args.router).version})
     unused = {*_BACKENDS} - {args.backend}
-    checks = [check for check in doctor.diagnose() if check.name not in unused]
-    _tell_doctor(checks, args.backend, verdict)
     interrupted = False
     with (
         tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch,
         own_log_dir(args.log_dir),
-        _log_dir(args.log_dir, verdict) as logs,
+        Display(work=sum(WORK.values()) + (len(faults.KINDS) if args.self_test else BENCH_WORK)) as show,
+        _log_dir(args.log_dir, verdict, show) as logs,
     ):
+        show.now("asking pd-radix doctor")
+        checks = [check for check in doctor.diagnose() if check.name not in unused]
+        _tell_doctor(checks, args.backend, verdict)
         try:
             model = given or str(make_model(Path(scratch) / "model"))
-            _verify(args, model, logs, Path(scratch) / "records", verdict)
+            _verify(args, model, logs, Path(scratch) / "records", verdict, show)
         except PdRadixError as error:
             if not verdict.setting.get("model"):
                 raise
             # What has been found so far belongs to the report as well.
-            verdict.failures.append(str(error))
+            verdict.part("the run").failures.append(str(error))
         except KeyboardInterrupt:
             if not verdict.setting.get("model"):
                 raise
             interrupted = True
-            verdict.unknown.append("it was interrupted before it was done")
+            verdict.part("the run").unknown.append("it was interrupted before it was done")
     try:
         if args.json:
-            document = {**asdict(verdict), "passed": verdict.word == "PASSED"}
-            write_json(args.json, document)
+            write_json(args.json, verdict.document())
     finally:  # The terminal may be gone, or the disk full: what can be said is.
         print(verdict.text)
     if interrupted:
@@ -138,14 +149,15 @@ def _tell_doctor(checks: Sequence[doctor.Check], backend: str, verdict: Verdict)
     unchecked = [check for check in checks if check.status == "warn" and check.detail.startswith("not checked")]
     told = ", ".join(check.name for check in unwell) or "nothing is wrong"
     told += f"; not checked: {', '.join(check.name for check in unchecked)}" if unchecked else ""
-    verdict.lines.append(f"doctor: {told}")
-    verdict.failures += [f"doctor: {check.name}: {check.detail}. {check.way_out}" for check in unwell]
+    part = verdict.part("doctor")
+    part.lines.append(told)
+    part.failures += [f"doctor: {check.name}: {check.detail}. {check.way_out}" for check in unwell]
     needed = [check for check in unchecked if check.name in ("loader", backend)]
-    verdict.unknown += [f"doctor: {check.name}: {check.detail}: {check.way_out}" for check in needed]
+    part.unknown += [f"doctor: {check.name}: {check.detail}: {check.way_out}" for check in needed]
 
 
 @contextlib.contextmanager
-def _log_dir(given: Path | None, verdict: Verdict) -> Iterator[Path]:
+def _log_dir(given: Path | None, verdict: Verdict, show: Display) -> Iterator[Path]:
     """``given``; else a temporary directory, which stays only for what an error or a FAILED verdict leaves in it.
 
     An interrupt is none.
@@ -165,10 +177,10 @@ def _log_dir(given: Path | None, verdict: Verdict) -> Iterator[Path]:
         if not wanted or not any(path.iterdir()):
             shutil.rmtree(path, ignore_errors=True)
         else:
-            _say(f"logs are in {path}")
+            show.done(f"logs are in {path}")
 
 
-def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, verdict: Verdict) -> None:
+def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, verdict: Verdict, show: Display) -> None:
     sizes = KINDS["a"]()
     for name, value in {**command.QUICK["a"], **command.QUICK_SHAPE}.items():
         setattr(sizes, name, value)
@@ -177,7 +189,8 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
 
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(contextlib.closing(measure.LoadGenerator(model, logs / "load.log")))
-        deployment, written = _deployment(args, model, logs, records, command.shape_of(sizes), options)
+        deployment, written = _deployment(args, model, logs, records, command.shape_of(sizes), options, show)
+        show.now("starting a prefill and two decode workers", WORK["start"])
         stack.enter_context(deployment)
         # Leaves before the servers are ended: a worker that died says more than the request it took along.
         stack.push(lambda kind, error, trace: deployment.cluster.check() if kind is PdRadixError else None)
@@ -187,25 +200,19 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
         bigrams = bool(info.get("speculative_algorithm"))
         script = Script(load.words, info["page_size"], args.seed, bigrams, small=args.self_test)
         check = Check(deployment, script, info, *written)
-        _judge_answers(check, verdict)
+        _judge_answers(check, verdict, show)
         if args.self_test:
-            self_test.judge(verdict, self_test.run(check, _say))
-            _tell_pools(verdict, deployment)
-            return
-        check.stop_records()
-        workload = sizes.make("a", Tokens(load.words, args.seed))
-        _measure(verdict, deployment, load, workload, info)
-        verdict.failures += deployment.problems(deployment.variants[1])
-        _tell_pools(verdict, deployment)
-
-
-def _tell_pools(verdict: Verdict, deployment: deploy.Deployment) -> None:
-    if verdict.word == "PASSED":
-        verdict.lines.append(_pools_told(deployment.counts_pages))
+            self_test.judge(verdict, self_test.run(check, lambda text: show.now(text, 1)))
+        else:
+            check.stop_records()
+            workload = sizes.make("a", Tokens(load.words, args.seed))
+            _measure(verdict, deployment, load, workload, info, show)
+            verdict.part("pools").failures += deployment.problems(deployment.variants[1])
+        verdict.part("pools").lines.append(_pools_told(deployment.counts_pages))
 
 
 def _pools_told(counts_pages: dict[str, bool]) -> str:
-    """The line of a report on sound pools. counts_pages: as of `deploy.Deployment`."""
+    """What a report says of sound pools. counts_pages: as of `deploy.Deployment`."""
     whole, partly = (
         ", ".join(name for name, told in counts_pages.items() if told is wanted) for wanted in (True, False)
     )
@@ -213,9 +220,8 @@ def _pools_told(counts_pages: dict[str, bool]) -> str:
         f"; {partly} tells nothing of its pages (several kinds of KV, or host memory), so only rows and buffers were "
         "looked at there"
     )
-    return (
-        f"pools: after each part every page was free or in the tree, and no lock was left, on {whole or 'no worker'}"
-        + (rest if partly else "")
+    return f"after each part every page was free or in the tree, and no lock was left, on {whole or 'no worker'}" + (
+        rest if partly else ""
     )
 
 
@@ -229,7 +235,13 @@ def _pool(options: list[str]) -> int:
 
 
 def _deployment(
-    args: argparse.Namespace, model: str, logs: Path, records: Path, shape: deploy.Shape, options: list[str]
+    args: argparse.Namespace,
+    model: str,
+    logs: Path,
+    records: Path,
+    shape: deploy.Shape,
+    options: list[str],
+    show: Display,
 ) -> tuple[deploy.Deployment, list[kv_record.Records]]:
     """The servers, not yet started, and where prefill and decode without and with the flag will leave their records."""
     written = [kv_record.Records(records / name) for name in ("prefill", "off", "on")]
@@ -242,7 +254,7 @@ def _deployment(
         options,
         args.backend,
         logs,
-        lambda step: _say(f"starting: {step}"),
+        lambda step: show.now(f"starting: {step}"),
         sides=(deploy.Side("off", False, env=tuple(off.items())), deploy.Side("on", env=tuple(on.items()))),
         prefill_env=prefill,
         gateway=named_gateway(args.router),
@@ -263,20 +275,23 @@ def _setting(args: argparse.Namespace, info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _judge_answers(check: Check, verdict: Verdict) -> None:
+def _judge_answers(check: Check, verdict: Verdict, show: Display) -> None:
     """The answers of both sides, what they were made from, and what is left in the pools; see `Check`."""
-    _say("flag off: one request at a time, many at once, and all of it scored")
-    verdict.failures += check.measure_noise()
+    show.now("flag off: one request at a time, many at once, and all of it scored", WORK["flag off"])
+    problems = check.measure_noise()
     check.noise.judge_noise(verdict)
     if check.unreadable:
-        verdict.lines.append(f"KV is not compared, only answers are: there is no record of a {check.unreadable}")
+        without = f"not compared, only answers are: there is no record of a {check.unreadable}"
+        verdict.table["KV"] = Part([without], left_out=True)
     check.empty_on()
     runs = {}
     for name, what in (("cold cache", "nothing"), ("warm cache", "everything")):
-        _say(f"flag on, {what} in the caches")
+        show.now(f"flag on, {what} in the caches", WORK[name])
         runs[name] = check.ask_on()
-    verdict.failures += check.problems_on()
+    problems += check.problems_on()
+    show.now("flag on: all of it scored", WORK["scores"])
     check.judge_on(verdict, runs)
+    verdict.part("pools").failures += problems
 
 
 def _measure(
@@ -285,16 +300,18 @@ def _measure(
     load: measure.LoadGenerator,
     workload: Workload,
     info: dict[str, Any],
+    show: Display,
 ) -> None:
     """The benchmark's workload (a) in small, once on each side. info: what a worker says of itself."""
     off, on = deployment.variants
     page_size = info["page_size"]
+    part = verdict.part("benchmark (a)")
     runs = {}
     for variant in (off, on):
-        _say(f"workload (a) in small, flag {variant.name}")
+        show.now(f"workload (a) in small, flag {variant.name}", BENCH_WORK / 2)
         measure.run_once(deployment, load, workload.beginning(turns.WARM_UP_REQUESTS), variant, 0, page_size)
         runs[variant.name] = measure.run_once(deployment, load, workload, variant, 1, page_size)
-        verdict.failures += [f"(a), flag {variant.name}: {problem}" for problem in runs[variant.name].problems]
+        part.failures += [f"(a), flag {variant.name}: {problem}" for problem in runs[variant.name].problems]
     a, b = (runs[name].figures for name in ("off", "on"))
     if not (a["sent_bytes"] and b["least_pages"]):
         raise PdRadixError("(a): prefill sent nothing, so that nothing can be compared: see the workers' logs")
@@ -303,8 +320,8 @@ def _measure(
     ratios = {key: b[key] / a[key] for key in ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes")}
     different = sum(report.compare_answers([runs["off"].texts, runs["on"].texts]))
     verdict.figures["(a)"] = {"off": a, "on": b, "different_answers": different}
-    verdict.lines.append(
-        f"(a) in small, one run, on over off: requests/s {ratios['requests_per_s']:.2f}, "
+    part.lines.append(
+        f"in small, one run, on over off: requests/s {ratios['requests_per_s']:.2f}, "
         f"TTFT p50 {ratios['ttft_p50_s']:.2f}, ITL mean {ratios['itl_mean_s']:.2f}, KV sent {ratios['sent_bytes']:.2f} "
         f"({over_least:.3f} times the least possible); {workload.requests - different} of {workload.requests} answers "
         f"are the same{'' if exact else ' (told, not judged: rounding parts answers, see above)'}"
@@ -312,20 +329,20 @@ def _measure(
     # What decode computes itself need not be sent.
     least = 0.0 if b.get("computed_tokens") else LEAST_OVER_LEAST
     if not least <= over_least <= MOST_OVER_LEAST:
-        verdict.failures.append(f"(a): {over_least:.3f} times the least possible was sent, not 1 to {MOST_OVER_LEAST}")
+        part.failures.append(f"(a): {over_least:.3f} times the least possible was sent, not 1 to {MOST_OVER_LEAST}")
     # Sums in another order part an answer in a thousand also in float32, where two tokens are as likely.
     partings = parted.find([runs["off"], runs["on"]]) if exact else []
     if partings:
-        looks = parted.look(deployment, load, workload, partings, _say, workload.requests)
+        looks = parted.look(deployment, load, workload, partings, show.now, workload.requests)
         alike = sum(map(parted.explained, looks))
-        verdict.lines.append(
-            f"(a): {alike} of the {len(looks)} answers that part do so where two tokens are as likely, asked alone"
+        part.lines.append(
+            f"{alike} of the {len(looks)} answers that part do so where two tokens are as likely, asked alone"
         )
         unreadable = [note for note in looks if parted.unreadable(note)]
         if len(unreadable) <= MOST_UNREADABLE * workload.requests:
-            verdict.unknown += [f"(a): {parted.told(note)}" for note in unreadable]
+            part.unknown += [f"(a): {parted.told(note)}" for note in unreadable]
             looks = [note for note in looks if not parted.unreadable(note)]
-        verdict.failures += [f"(a): {problem}" for problem in parted.problems(looks)]
+        part.failures += [f"(a): {problem}" for problem in parted.problems(looks)]
 
 
 def _versions() -> dict[str, Any]:
@@ -334,7 +351,3 @@ def _versions() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _say(text: str) -> None:
-    print(f"pd-radix: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

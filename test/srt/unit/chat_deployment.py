@@ -200,7 +200,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Silent:
-    def now(self, text: str) -> None:
+    def now(self, text: str, work: float = 0) -> None:
         pass
 
     done = now

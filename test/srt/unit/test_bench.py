@@ -116,7 +116,7 @@ def test_who_is_there_for_the_others_counts_but_for_its_first_token():
     record = measure._round_of(asked, 1, PAGE, dict.fromkeys(counted, 0.0), counted)
     assert record["ttft_p50_s"] == pytest.approx(0.6) and record["requests"] == 3
     figures = measure.figures_of(asked, [record], [], least.PageIndex(PAGE), 4)
-    assert figures["ttft_p99_s"] < 0.71 and figures["requests_per_s"] == pytest.approx(3 / 9.2)
+    assert math.isnan(figures["ttft_p99_s"]) and figures["requests_per_s"] == pytest.approx(3 / 9.2)
 
 
 @pytest.mark.parametrize("key", command.QUICK_KEYS)
@@ -522,8 +522,8 @@ def test_a_report_is_not_written_over(tmp_path, monkeypatch, capsys, name):
     # Logs alone, as of a run that failed, are no report.
     assert not command._has_report(kept) and command._unused_directory() == Path("bench-report")
     (kept / name).write_text("{}")
-    assert cli.main(["bench", "--out", "kept"]) == 1
-    assert "--out kept: there is a report; give another directory" in capsys.readouterr().err
+    assert cli.main(["bench", "--work-dir", "kept"]) == cli.main(["bench", "--out", "kept"]) == 1
+    assert "--work-dir kept: there is a report; give another directory" in capsys.readouterr().err
     for directory in ("bench-report", "bench-report-2"):
         assert command._unused_directory() == Path(directory)
         Path(directory).mkdir()

@@ -219,12 +219,18 @@ def test_the_report_has_the_tables(capsys):
     assert first == "Stages until the first token, first turns: p50 / p99, ms" and "turns 2 and later" in later
     assert heading == ["stage", "off: KV from prefill (1)", "on: computed on decode (1)"]
     by_name = {row[0]: row[1:] for row in rows}
-    assert by_name["total (TTFT)"] == ["300.0 / 300.0", "200.0 / 200.0"]
-    assert by_name["decode: admitted → its KV has arrived"] == ["59.0 / 59.0", "–"]
+    assert by_name["total (TTFT)"] == ["300.0 / –", "200.0 / –"]
+    assert by_name["decode: admitted → its KV has arrived"] == ["59.0 / –", "–"]
     assert f"**{later}**" in report.markdown(document) and later in report.html(document)
     assert json.loads(report.as_json(document))["workloads"][0]["breakdown"]["groups"]
     command._print(document, [])
-    assert "computed on decode" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "computed on decode" in printed and printed.count("a p99 needs at least 100 values") == 1
+    many = breakdown.join(
+        [asked(str(n)) for n in range(100)], sum(map(sent_by_prefill, map(str, range(100))), []), [2] * 100
+    )
+    ((_, _, rows),) = breakdown.tables(breakdown.of([run("off", 1, many)]))
+    assert dict(map(tuple, rows))["total (TTFT)"] == "100.0 / 100.0"
 
 
 def test_without_figures_a_report_has_no_tables():

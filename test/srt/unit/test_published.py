@@ -166,7 +166,7 @@ def test_docs_have_every_pair_and_the_order():
 
 def test_a_record_has_the_figures_and_not_the_rest(tmp_path):
     document = a_document()
-    document["setting"]["command"] = "pd-radix bench --only a --out report --runs 2 --out=report"
+    document["setting"]["command"] = "pd-radix bench --only a --out r --work-dir r --runs 2 --out=r"
     record = published.compact(document)
     assert record["setting"]["command"] == "pd-radix bench --only a --runs 2"
     (entry,) = record["workloads"]

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -24,7 +25,8 @@ import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
-from sglang_pd_radix.tools.operate.columns import COLUMNS, NAMES, ordered, size, summary
+from sglang_pd_radix.tools.operate import reading
+from sglang_pd_radix.tools.operate.columns import COLUMNS, LEGEND, NAMES, ordered, size, summary
 from sglang_pd_radix.tools.operate.reading import Look, Rank, Reader, addresses
 from sglang_pd_radix.tools.operate.texts import printable
 
@@ -219,7 +221,9 @@ def test_what_cannot_be_asked_is_refused(address):
         addresses([address], None, None)
 
 
-@pytest.mark.parametrize("address", ["h", "10.0.0.1:1", "[::1]:30000", "https://user:word@h.example/behind/"])
+@pytest.mark.parametrize(
+    "address", ["h", "localhost:30000", "10.0.0.1:1", "[::1]:30000", "https://user:word@h.example/behind/"]
+)
 def test_what_can_be_asked(address):
     assert addresses([address], None, None) == [(address if "//" in address else f"http://{address}").rstrip("/")]
 
@@ -464,6 +468,68 @@ def test_a_look_that_fails_is_told_and_old_figures_are_marked():
     asyncio.run(use())
 
 
+def test_what_is_in_a_long_step_is_busy_and_not_gone(monkeypatch):
+    """Its HTTP server answers, its scheduler does not."""
+    monkeypatch.setattr(reading, "TIMEOUT_S", 0.3)
+    step = Event()
+    with workers(2) as (prefill, hung):
+        prefill.says("prefill", POOL | {"requests": {"running": 1}})
+        told = prefill.answers["/server_info"]
+        reader = Reader([f"http://{prefill.address}", f"http://{hung.address}"])
+        reader.look()
+        prefill.answers |= {"/server_info": lambda: step.wait(20) and told, "/model_info": {"model_path": "m"}}
+        hung.answers["/server_info"] = lambda: step.wait(20) and told
+        busy, gone = reader.look().ranks
+        time.sleep(0.1)
+        longer, _ = reader.look().ranks
+        assert (busy.error, busy.role, busy.unheard) == ("", "prefill", True) and gone.error == "does not answer"
+        assert 0.3 <= busy.in_step_s < longer.in_step_s
+        assert re.fullmatch(r"busy \d+ s", COLUMNS["status"].shown(longer))
+        look = Look(0.0, [longer, gone], [])
+        assert look.as_dict()["total"]["unreachable"] == [hung.address] and "2 ranks" in summary(look)
+        step.set()
+        prefill.answers["/server_info"] = told
+        again, _ = reader.look().ranks
+    assert again.in_step_s is None and again.requests == {"running": 1} and not again.unheard
+
+
+def test_a_terminal_of_80_columns_shows_the_status_and_the_legend():
+    textual = pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
+    from sglang_pd_radix.tools.operate.screen import Top
+
+    flagged = Rank("192.168.100.100:30000", "decode", flag=True, in_step_s=3600.0)
+    look = Look(0.0, [flagged], [])
+
+    async def use() -> None:
+        app = Top(SimpleNamespace(look=lambda: look), 5.0, "status")
+        async with app.run_test(size=(80, 24)) as pilot:
+            table = app.query_one("#workers", textual.widgets.DataTable)
+            while not table.row_count:
+                await pilot.pause(0.02)
+            widths = {key.value: column.get_render_width(table) for key, column in table.columns.items()}
+            before = [widths[name] for name in COLUMNS][: list(COLUMNS).index("status") + 1]
+            assert sum(before) <= 80, widths
+            legend = app.query_one("#legend")
+            assert "busy 9 s" in str(legend.render()) and legend.size.height == len(LEGEND.splitlines())
+
+    assert all(len(line) < 80 for line in LEGEND.splitlines())
+    for column in COLUMNS.values():
+        assert column.title in LEGEND or column.title in ("worker", "role")
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "localhost:9", "http://localhost:9"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_where_nothing_listens_one_line_says_so_at_once(monkeypatch, capsys, address, options):
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    began = time.monotonic()
+    for words in ([address], ["--gateway", address]):
+        assert cli.main(["top", *words, *options]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("pd-radix: nothing listens at http://") and "start it, or correct its address" in line
+    assert time.monotonic() - began < 4
+
+
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (b"\x03", 0), (b"q", 0)])
 def test_what_ends_it_gives_the_terminal_back(end, code):
     pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
@@ -472,8 +538,9 @@ def test_what_ends_it_gives_the_terminal_back(end, code):
     code_of_view = """import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from sglang_pd_radix.tools import cli
-sys.exit(cli.main(["top", "127.0.0.1:9", "--interval", "0.2"]))"""
-    command = [sys.executable, "-c", code_of_view]
+sys.exit(cli.main(["top", sys.argv[1], "--interval", "0.2"]))"""
+    worker = Worker()
+    command = [sys.executable, "-c", code_of_view, worker.address]
     env = os.environ | {"TERM": "xterm-256color"}
     view = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
     os.close(theirs)
@@ -498,6 +565,8 @@ sys.exit(cli.main(["top", "127.0.0.1:9", "--interval", "0.2"]))"""
         view.kill()
         view.wait()
         os.close(ours)
+        worker.server.shutdown()
+        worker.server.server_close()
     assert written.rfind(b"\x1b[?1049l") > written.rfind(b"\x1b[?1049h") >= 0
 
 

@@ -13,6 +13,7 @@ import pytest
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli, verify
 from sglang_pd_radix.tools.bench import deploy, measure, parted
+from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.rounding import Answer, Deviation
 from sglang_pd_radix.tools.verification import asking, check, judging
 from sglang_pd_radix.tools.verification.asking import ANSWER_TOKENS, Run, Truth
@@ -75,6 +76,41 @@ def noise(dtype: str, answers: Deviation, most: float = 1e-6) -> Judge:
     return Judge.of([Found("new", 1, answers, (kv(most),))], dtype)
 
 
+def flat(verdict: Verdict) -> str:
+    """What is printed of it, with its lines joined."""
+    return " ".join(verdict.text.split())
+
+
+def test_the_verdict_is_a_table_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    verdict = Verdict({"sglang": "0.5.10.post1", "model": "m"})
+    verdict.part("doctor").lines.append("nothing is wrong")
+    verdict.part("cold cache, KV").lines.append("2 tokens")
+    assert verdict.text.splitlines()[-1] == "pd-radix verify: PASSED"
+    verdict.part("pools")
+    assert verdict.sentence == "pd-radix verify: CANNOT BE JUDGED HERE: pools", "it ended before it came to that"
+    verdict.part("cold cache, KV").failures.append("new, prompt 2: the KV that decode has is not its tokens'")
+    verdict.part("rounding").unknown.append("it is as large as a fault")
+    verdict.table["KV of windows"] = judging.Part(["there is no record of it"], left_out=True)
+    assert verdict.text.splitlines() == [
+        "sglang 0.5.10.post1, model m",
+        "part            result      what it means",
+        "doctor          ok          nothing is wrong",
+        "cold cache, KV  FAILED      new, prompt 2: the KV that",
+        "                            decode has is not its tokens'",
+        "pools           not done",
+        "rounding        not judged  it is as large as a fault",
+        "KV of windows   n/a         there is no record of it",
+        "pd-radix verify: FAILED: cold cache, KV; pools; rounding",
+    ]
+    document = json.loads(json.dumps(verdict.document()))
+    assert document["lines"] == [
+        *("doctor: nothing is wrong", "cold cache, KV: 2 tokens", "KV of windows: there is no record of it"),
+    ]
+    assert [(row["part"], row["result"]) for row in document["table"]][1] == ("cold cache, KV", "FAILED")
+    assert not document["passed"] and document["failures"] == verdict.table["cold cache, KV"].failures
+
+
 def judged(judge: Judge, *found: Found) -> Verdict:
     verdict = Verdict({})
     judge.judge_noise(verdict)
@@ -85,9 +121,7 @@ def judged(judge: Judge, *found: Found) -> Verdict:
 def test_the_verdict_names_the_prompt_that_is_wrong() -> None:
     judge = noise("float32", FINE)
     fine = judged(judge, Found("new", 1, FINE, (kv(1e-6),)), Found("new", 2, FINE, (kv(1e-6),)))
-    assert (
-        not fine.failures and fine.word == "PASSED" and "PASSED" in fine.text and "2 are the reference's" in fine.text
-    )
+    assert not fine.failures and fine.word == "PASSED" and "2 are the reference's" in flat(fine)
     wrong = judged(judge, Found("new", 1, FINE, (kv(0.0),)), Found("new", 2, Deviation(0.1, 0.01, 0.0), (kv(1e-6),)))
     assert "FAILED" in wrong.text and len(wrong.failures) == 1 and "new, prompt 2" in wrong.failures[0]
 
@@ -104,8 +138,8 @@ def test_a_page_that_the_answer_hardly_shows_is_seen_in_kv(dtype: str, rounding:
 
 def test_kv_of_which_nothing_is_known_is_not_taken_for_right() -> None:
     judge = noise("float32", FINE)
-    assert "left no record" in judged(judge, Found("new", 1, FINE, (kv(0.0),), missing=(1,))).text
-    assert "left no record" in judged(judge, Found("new", 1, FINE, missing=(-1,))).text
+    assert "left no record" in flat(judged(judge, Found("new", 1, FINE, (kv(0.0),), missing=(1,))))
+    assert "left no record" in flat(judged(judge, Found("new", 1, FINE, missing=(-1,))))
     # Where no worker can tell of its KV, answers alone are judged.
     blind = Judge.of([Found("new", 1, FINE)], "float32", has_kv=False)
     assert judged(blind, Found("new", 1, FINE, missing=(-1,))).word == "PASSED"
@@ -118,7 +152,7 @@ def test_kv_of_which_nothing_is_known_is_not_taken_for_right() -> None:
 def test_where_rounding_is_as_large_as_a_fault_nothing_is_passed(answers: Deviation, most: float) -> None:
     judge = noise("bfloat16", answers, most)
     verdict = judged(judge, Found("new", 1, FINE, (kv(0.0),)))
-    assert verdict.word == "CANNOT BE JUDGED HERE" and verdict.unknown and "NOT JUDGED" in verdict.text
+    assert verdict.word == "CANNOT BE JUDGED HERE" and verdict.unknown and "not judged" in verdict.text
     # And what is worse is a failure all the same.
     assert judged(judge, Found("new", 1, Deviation(2.9, 0.5, 0.0), (kv(0.0),))).word == "FAILED"
 
@@ -200,6 +234,15 @@ def test_the_verdict_tells_of_a_cache_that_does_not_hold() -> None:
     assert held(few, [[32, 32]]) == []
 
 
+def test_a_prompt_that_decode_computes_itself_is_held_but_for_its_last_token() -> None:
+    """Once a page less than all of a prompt of whole pages was a failure of the cache."""
+    few = [Wave("the same again", [[1] * 32, [2] * 33], [32, 32])]
+    for computed, least in (([[0, 0]], 32), ([[16, 17]], 16)):
+        assert held(few, [[least, 32]], run=Run(computed=computed)) == []
+        names = ["cold cache, the same again, prompt 1", "cold cache, the same again, prompt 2"]
+        assert held(few, [[least - 16, 16]], run=Run(computed=computed)) == names
+
+
 def test_what_was_asked_before_is_held_to_the_page_in_a_warm_run() -> None:
     """Once it was measured there, and not judged."""
     script = Script(range(100, 900), 16, 3)
@@ -227,10 +270,10 @@ def test_a_chat_that_parts_within_rounding_need_not_be_held_as_the_other_run_wen
 
 def test_an_answer_of_the_engine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [[-0.5, token, None] for token in range(ANSWER_TOKENS)]
-    meta = {"output_token_logprobs": places, "cached_tokens_details": {"decode_prefix": 16}}
+    meta = {"output_token_logprobs": places, "cached_tokens_details": {"decode_prefix": 16, "decode_computed": 3}}
     monkeypatch.setattr(asking.forced, "http", lambda *a, **k: (200, json.dumps({"meta_info": meta}).encode()))
-    found, tokens = asking.ask("http://x", [1, 2])
-    assert found == Answer(tuple(range(ANSWER_TOKENS)), (-0.5,) * ANSWER_TOKENS) and tokens == 16
+    found, *tokens = asking.ask("http://x", [1, 2])
+    assert found == Answer(tuple(range(ANSWER_TOKENS)), (-0.5,) * ANSWER_TOKENS) and tokens == [16, 3]
     del places[3:]
     with pytest.raises(PdRadixError, match="answered with 3 tokens"):
         asking.ask("http://x", [1, 2])
@@ -301,7 +344,9 @@ def test_what_requests_leave_is_seen_before_the_caches_are_emptied(monkeypatch, 
     monkeypatch.setattr(check.Judge, "of", lambda *a, **k: SimpleNamespace(judge_noise=lambda v: None))
     monkeypatch.setattr(check.Check, "judge_on", lambda self, *a: self._learn([]))
     records = [Records(tmp_path / name) for name in "abc"]
-    verify._judge_answers(check.Check(deployment, Script(range(9), 16, 0), {"dtype": "float32"}, *records), verdict)
+    verify._judge_answers(
+        check.Check(deployment, Script(range(9), 16, 0), {"dtype": "float32"}, *records), verdict, Display()
+    )
     assert verdict.failures == [f"{lossy}: 16 tokens are lost"] * looks
 
 
@@ -348,15 +393,16 @@ def test_bad_usage_is_told_at_once(monkeypatch, capsys, options, env, told) -> N
 def test_only_what_is_passed_exits_with_0(monkeypatch, capsys, tmp_path, failures, unknown, code) -> None:
     monkeypatch.setattr(verify.doctor, "diagnose", list)
 
-    def found(args, model, logs, records, verdict):
-        verdict.failures += failures
-        verdict.unknown += unknown
+    def found(args, model, logs, records, verdict, show):
+        verdict.table |= {"KV": judging.Part(["right"], failures), "rounding": judging.Part(["small"], unknown=unknown)}
 
     monkeypatch.setattr(verify, "_verify", found)
     out = tmp_path / "x.json"
     assert cli.main(["verify", "--json", str(out)]) == code
     assert json.loads(out.read_text())["passed"] is (code == 0)
-    assert ("PASSED" in capsys.readouterr().out) is (code == 0)
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "PASSED" in line] == ["pd-radix verify: PASSED"] * (code == 0)
+    assert said[-1].startswith("pd-radix verify: ")
 
 
 @pytest.mark.parametrize("backend, other", [("nixl", "mooncake"), ("mooncake", "nixl")])
@@ -376,9 +422,10 @@ def test_what_doctor_could_not_check_is_named(monkeypatch, capsys, late, needed)
     late_one = verify.doctor._of(late, lambda answer: pytest.fail("no answer"), {"late": "no answer within 20 s"})
     monkeypatch.setattr(verify.doctor, "diagnose", lambda: [verify.doctor.Check("python", "ok", "3.11"), late_one])
     assert cli.main(["verify"]) == (1 if needed else 0)
-    said = capsys.readouterr().out
-    assert ("doctor: nothing is wrong; not checked: " + late in said) is (needed is not None)
-    assert (f"NOT JUDGED: doctor: {late}: not checked: no answer within 20 s" in said) is bool(needed)
+    said = " ".join(capsys.readouterr().out.split())
+    # A cell has why something is not judged, or else what was found.
+    assert (f"doctor ok nothing is wrong; not checked: {late}" in said) is (needed is False)
+    assert (f"doctor not judged doctor: {late}: not checked: no answer within 20 s" in said) is bool(needed)
 
 
 def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) -> None:
@@ -387,7 +434,7 @@ def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) ->
             raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(verify.doctor, "diagnose", list)
-    monkeypatch.setattr(verify, "_verify", lambda args, model, logs, records, verdict: verdict.failures.append("wrong"))
+    monkeypatch.setattr(verify, "_verify", lambda *given: given[4].part("KV").failures.append("wrong"))
     out = tmp_path / "x.json"
     with monkeypatch.context() as patched:
         patched.setattr(verify.sys, "stdout", Closed())
@@ -401,7 +448,7 @@ def test_logs_that_an_error_names_stay(monkeypatch, capsys, tmp_path, when) -> N
     monkeypatch.setattr(verify.doctor, "diagnose", list)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def found(args, model, logs, records, verdict):
+    def found(args, model, logs, records, verdict, show):
         (logs / "decode-0.log").write_text("x")
         records.mkdir()
         if when == "interrupted":
@@ -411,7 +458,7 @@ def test_logs_that_an_error_names_stay(monkeypatch, capsys, tmp_path, when) -> N
         if when == "asking":
             verdict.setting["model"] = "m"
         if when == "judging":
-            verdict.failures.append("KV is wrong")
+            verdict.part("KV").failures.append("KV is wrong")
         elif when != "passed":
             raise PdRadixError(f"decode-0 has ended; its log is {logs / 'decode-0.log'}")
 
@@ -428,9 +475,9 @@ def test_what_was_found_is_written_when_it_is_interrupted(monkeypatch, tmp_path)
     monkeypatch.setattr(verify.doctor, "diagnose", list)
     found: dict[str, str] = {}
 
-    def ended(args, model, logs, records, verdict):
+    def ended(args, model, logs, records, verdict, show):
         verdict.setting |= found
-        verdict.failures.append("KV is wrong")
+        verdict.part("KV").failures.append("KV is wrong")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "_verify", ended)
@@ -452,7 +499,7 @@ def measured(monkeypatch, run_once, dtype: str, requests: int = 3) -> Verdict:
     deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
     workload = SimpleNamespace(requests=requests, beginning=lambda count: count)
     verdict = Verdict({})
-    verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": dtype})
+    verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": dtype}, Display())
     return verdict
 
 

@@ -45,7 +45,7 @@ class FakeCheck:
         (kind,) = runs.values()
         self.log.append("judged")
         if kind in self.seen:
-            verdict.parts["KV"] = 1
+            verdict.found_by["KV"] = 1
 
     def problems_on(self) -> list[str]:
         return ["16 tokens are lost"] * (self.lost == self.log[-1])
@@ -76,7 +76,8 @@ def test_a_fault_that_is_missed_fails_the_self_test(tmp_path: Path, kind: str) -
     outcomes = self_test.run(FakeCheck(tmp_path, set(faults.KINDS) - {kind}), lambda text: None)
     verdict = Verdict({})
     self_test.judge(verdict, outcomes)
-    assert verdict.failures == [f"self-test: {kind} was not found"] and "MISSED" in verdict.text
+    assert verdict.failures == [f"self-test: {kind} was not found"]
+    assert verdict.sentence == f"pd-radix verify: FAILED: fault: {kind}"
     assert [entry["fault"] for entry in verdict.figures["self-test"] if not entry["found_by"]] == [kind]
 
 
@@ -84,7 +85,8 @@ def test_on_one_rank_the_fault_of_one_rank_is_told_not_to_be_made(tmp_path: Path
     outcomes = self_test.run(FakeCheck(tmp_path, set(faults.KINDS), tp_size=1), lambda text: None)
     verdict = Verdict({})
     self_test.judge(verdict, outcomes)
-    assert verdict.word == "PASSED" and "NOT MADE: there is one rank" in verdict.text
+    (part,) = [part for part in verdict.table.values() if part.result == "n/a"]
+    assert verdict.word == "PASSED" and part.lines[0].startswith("NOT MADE: there is one rank")
 
 
 def test_a_fault_that_was_not_made_is_no_find(tmp_path: Path) -> None:

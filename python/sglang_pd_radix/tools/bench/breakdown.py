@@ -6,6 +6,7 @@ All processes are on one machine, so their times are of one clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.trace import VARIABLE, ask
 
-from .stats import percentile
+from .stats import p99, percentile
 
 if TYPE_CHECKING:
     from .asked import Asked
@@ -217,7 +218,7 @@ def summary(kind: str, lives: Sequence[Mapping[str, float]]) -> dict[str, Any]:
                 if stage.begin in life and stage.end in life
             ]
             if ms:
-                figures = {"p50_ms": percentile(ms, 50), "p99_ms": percentile(ms, 99), "mean_ms": sum(ms) / len(ms)}
+                figures = {"p50_ms": percentile(ms, 50), "p99_ms": p99(ms), "mean_ms": sum(ms) / len(ms)}
                 stages[stage.name] = {"requests": len(ms), **{key: round(one, 3) for key, one in figures.items()}}
     return {"requests": len(lives), "stages": stages}
 
@@ -259,7 +260,9 @@ def _cell(column: Mapping[str, Any], name: str) -> str:
     if stage is None:
         return "–"
     more = f" ({stage['requests']})" if stage["requests"] != column["requests"] else ""
-    return f"{stage['p50_ms']:.1f} / {stage['p99_ms']:.1f}{more}"
+    tail = stage["p99_ms"]
+    # Of a report that was read from its JSON it is None.
+    return f"{stage['p50_ms']:.1f} / {'–' if tail is None or math.isnan(tail) else f'{tail:.1f}'}{more}"
 
 
 def notes(entry: Mapping[str, Any]) -> list[str]:

@@ -73,7 +73,7 @@ Workloads:
                                                     j   chat with short and long turns by turns
 
   pd-radix bench --quick
-  pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --out report
+  pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --work-dir report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
   pd-radix bench --only c,i,j --aggregated --breakdown --compare "sent:--disaggregation-decode-local-prefill off"
@@ -96,79 +96,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="small sizes and 2 runs of each side: minutes in all")
-    parser.add_argument("--only", metavar="KEYS", help=f"workloads, comma-separated, of {', '.join(KINDS)}")
-    parser.add_argument("--runs", type=int, metavar="N", help=f"runs of each side (default: {RUNS})")
-    parser.add_argument(
+    _add_workloads(parser.add_argument_group("what is asked"))
+    _add_deployment(parser.add_argument_group("what is deployed"))
+    figures = parser.add_argument_group("what is told")
+    figures.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="also where the time to first token goes: stages of each request by the time stamps of its workers, as "
+        "p50 and p99 (which costs a little of each step, on all sides)",
+    )
+    figures.add_argument(
+        "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
+    )
+    figures.add_argument(
+        *("--work-dir", "--out"),
+        dest="out",
+        type=Path,
+        metavar="DIR",
+        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures; none "
+        "may be there (default: bench-report, or bench-report-2 and so on)",
+    )
+    _add_slo_arguments(parser.add_argument_group("rates that keep a target"))
+    parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
+
+
+def _add_workloads(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--quick", action="store_true", help="small sizes and 2 runs of each side: minutes in all")
+    group.add_argument("--only", metavar="KEYS", help=f"workloads, comma-separated, of {', '.join(KINDS)}")
+    group.add_argument("--runs", type=int, metavar="N", help=f"runs of each side (default: {RUNS})")
+    group.add_argument(
         "--set", action="append", default=[], metavar="KEY.SIZE=VALUE", help="another size; --sizes lists them"
     )
-    parser.add_argument("--sizes", action="store_true", help="print every workload's sizes and end")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f and fm")
-    parser.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
-    parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl", help="KV transfer (default: nixl)")
-    add_router_option(parser)
-    parser.add_argument(
+    group.add_argument("--sizes", action="store_true", help="print every workload's sizes and end")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f and fm")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
+
+
+def _add_deployment(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", metavar="MODEL", help="model directory or Hugging Face name (default: a made one)")
+    group.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl", help="KV transfer (default: nixl)")
+    add_router_option(group)
+    group.add_argument(
         "--on",
         default="",
         metavar="OPTIONS",
         help="engine options, in quotes (--on='--x y'), for the side with the flag alone; VARIABLE=value before "
         "them is its environment",
     )
-    parser.add_argument(
+    group.add_argument(
         "--compare",
         action="append",
         default=[],
         metavar="NAME:OPTIONS",
         help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; repeatable",
     )
-    parser.add_argument(
+    group.add_argument(
         "--aggregated",
         action="store_true",
         help="another side, for the chats c, i and j: as many ordinary servers as a pair has workers, with the same KV "
         "memory in all, behind a router that goes by what they have cached",
     )
-    parser.add_argument(
-        "--breakdown",
-        action="store_true",
-        help="also where the time to first token goes: stages of each request by the time stamps of its workers, as "
-        "p50 and p99 (which costs a little of each step, on all sides)",
-    )
-    _add_slo_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
-    parser.add_argument(
-        "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures; none "
-        "may be there (default: bench-report, or bench-report-2 and so on)",
-    )
-    parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
 
-def _add_slo_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _add_slo_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--slo",
         metavar="ttft=MS,itl=MS",
         help="requests come by a clock; find the rates at which 90%% and 99%% of them keep both, of each side and of "
         "one with the flag that has both as targets",
     )
-    parser.add_argument(
+    group.add_argument(
         "--slo-seconds",
         type=float,
         default=30.0,
         metavar="S",
         help="of one rate with --slo, and never less than 8 times the TTFT (default: 30)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--slo-rates",
         metavar="SIDE=RATE,...",
         help="with --slo, measure these sides at these rates per second, in this order, in place of the search, which "
         "takes hours where steps are slow: off=0.9,target=1.9,off=0.8",
     )
-    parser.add_argument(
+    group.add_argument(
         "--slo-curve",
         metavar="N,...",
         help="with --slo, decode workers without the flag that run at most N requests at a time: what requests/s cost "
@@ -295,16 +305,18 @@ def run(args: argparse.Namespace) -> int:
     model = check_model(args.model) if args.model else None
     args.out = args.out or _unused_directory()
     if _has_report(args.out):
-        raise PdRadixError(f"--out {args.out}: there is a report; give another directory, or remove it")
+        raise PdRadixError(f"--work-dir {args.out}: there is a report; give another directory, or remove it")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PdRadixError(f"--out {args.out}: {error.strerror or error}") from error
+        raise PdRadixError(f"--work-dir {args.out}: {error.strerror or error}") from error
     options = engine_options(args.engine_options, PAGE_SIZE, made_model=not args.model)
     started = time.monotonic()
     document: dict[str, Any] = {"workloads": []}
     with (
-        alone(args.out, f"--out {args.out}: a benchmark that runs writes its report there; give another directory"),
+        alone(
+            args.out, f"--work-dir {args.out}: a benchmark that runs writes its report there; give another directory"
+        ),
         tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
         Display(len(sizes), stamped=True) as show,
     ):
@@ -478,6 +490,7 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
                 console.print(Text(f"Note: ({entry['key']}) {note}"), soft_wrap=True)
         return _print_end(document["workloads"], files, console)
     show(report.describe(document), *report.headline(document))
+    console.print(Text(report.LEGEND), soft_wrap=True)
     for entry in document["workloads"]:
         for one in chats.tables(entry) if entry["chat"] else ():
             show(f"({entry['key']}) {entry['title']}", *one)

@@ -27,7 +27,7 @@ from . import breakdown
 from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
-from .stats import percentile, quantiles
+from .stats import p99, percentile, quantiles
 from .steady import SteadyClients
 from .workload import Request, Workload
 
@@ -336,7 +336,8 @@ def run_once(
 def figures_of_turns(turns: Sequence[Sequence[Asked]]) -> dict[str, float]:
     """Of a chat: how long the first tokens of first turns took, and those of all later ones."""
     parts = {"first": first_tokens(turns[0]), "later": first_tokens(itertools.chain(*turns[1:]))}
-    return {f"{name}_ttft_p{p}_s": percentile(ttft, p) for name, ttft in parts.items() for p in (50, 99)}
+    forms = {"p50": lambda ttft: percentile(ttft, 50), "p99": p99}
+    return {f"{name}_ttft_{p}_s": form(ttft) for name, ttft in parts.items() for p, form in forms.items()}
 
 
 def sent_late(asked: Iterable[Asked]) -> list[float]:
@@ -461,12 +462,12 @@ def figures_of(
         "requests_per_s": len(asked) / duration,
         "output_tokens_per_s": sum(a.answer_tokens for a in asked) / duration,
         "ttft_p50_s": percentile(ttft, 50),
-        "ttft_p99_s": percentile(ttft, 99),
+        "ttft_p99_s": p99(ttft),
         "itl_p50_s": percentile(itl, 50),
-        "itl_p99_s": percentile(itl, 99),
+        "itl_p99_s": p99(itl),
         "itl_mean_s": sum(itl) / len(itl) if itl else float("nan"),
         "tpot_p50_s": percentile(tpot, 50),
-        "tpot_p99_s": percentile(tpot, 99),
+        "tpot_p99_s": p99(tpot),
         "sent_bytes": total("sent_bytes"),
         "prompt_pages": total("prompt_pages"),
         "least_pages": total("least_pages"),

@@ -45,10 +45,15 @@ def compact(document: report.Document) -> Record:
     return {"setting": setting | {"command": _without_out(setting["command"])}, "workloads": workloads}
 
 
+# What says where a report is written.
+_OUT = ("--work-dir", "--out")
+
+
 def _without_out(command: str) -> str:
     """The command without where it wrote its report."""
     words = iter(shlex.split(command))
-    kept = [word for word in words if not word.startswith("--out=") and (word != "--out" or not next(words, ""))]
+    # An assignment of either of its names is one word, else the next is its value.
+    kept = [word for word in words if word.partition("=")[0] not in _OUT or ("=" not in word and not next(words, ""))]
     return shlex.join(kept)
 
 
@@ -241,7 +246,9 @@ def chat_rows(records: Records, beside: str) -> list[list[str]]:
         runs = [run["figures"] for run in entry["runs"] if run["variant"] == side]
 
         def median(key: str, unit: float = 1e-3, runs: list[dict[str, float]] = runs) -> str:
-            return _digits(statistics.median(run[key] for run in runs) / unit)
+            # A p99 of few values is none.
+            known = [run[key] for run in runs if run.get(key) is not None]
+            return _digits(statistics.median(known) / unit if known else math.nan)
 
         first = f"{median('later_ttft_p50_s')} ({median('later_ttft_p99_s')})"
         itl = f"{median('itl_mean_s')} ({median('itl_p99_s')})"

@@ -16,7 +16,7 @@ from sglang_pd_radix.tools.up import write_whole
 from . import breakdown, chats, order, parted
 from .chart import Bars, Chart, Line, script
 from .deploy import AGGREGATED
-from .stats import Spread, paired_ratio, percentile
+from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
 
 Document = dict[str, Any]
 COLORS = {"off": "#d97706", "on": "#2563eb", "least": "#6b7280"}
@@ -369,10 +369,11 @@ def sizes_line(entry: Document) -> str:
     return f"{entry['requests']} requests a run; {sizes}"
 
 
-_LEGEND = (
+LEGEND = (
     "Cells: median (least–greatest) over the runs. On / off is the median of the ratios of neighbouring runs, so it is "
     "not the ratio of the medians beside it; worst is the least favourable of them (in brackets where a cell has two "
-    "numbers). The least possible is computed from the workload."
+    "numbers). The least possible is computed from the workload. –: not known; "
+    f"a p99 needs at least {LEAST_FOR_P99} values."
 )
 _TURNS = "Runs of all sides took turns, {} of each; the first in odd runs was the last in even ones."
 
@@ -381,7 +382,7 @@ def markdown(document: Document) -> str:
     """The report as Markdown."""
     parts = ["# pd-radix bench", describe(document), f"    {document['setting']['command']}"]
     runs = document["setting"]["runs"]
-    parts.append(f"{_TURNS.format(runs)} {_LEGEND}")
+    parts.append(f"{_TURNS.format(runs)} {LEGEND}")
     parts.append(markdown_table(*headline(document)))
     by_order, said = order_of_sides(document["workloads"])
     if by_order:
@@ -515,7 +516,7 @@ def html(document: Document) -> str:
         f"<p class=dim>{escape(describe(document))}</p>",
         f"<pre>{escape(setting['command'])}</pre>",
         "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. "
-        f"{_TURNS.format(setting['runs'])} {_LEGEND}</p>",
+        f"{_TURNS.format(setting['runs'])} {LEGEND}</p>",
         _html_table(*headline(document)),
     ]
     by_order, said = order_of_sides(document["workloads"])

@@ -14,6 +14,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if len(values) else math.nan
 
 
+#: Of fewer values a p99 is the greatest, or close to it.
+LEAST_FOR_P99 = 100
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile; NaN of fewer than `LEAST_FOR_P99`."""
+    return percentile(values, 99) if len(values) >= LEAST_FOR_P99 else math.nan
+
+
 def quantiles(values: Sequence[float], count: int = 100) -> list[float]:
     """``count`` + 1 evenly spaced percentiles, from the least to the greatest value: a distribution in few numbers."""
     return np.quantile(values, np.linspace(0, 1, count + 1)).tolist() if len(values) else []

@@ -82,7 +82,7 @@ SGLANG_ROUTER = Gateway(
 GATEWAYS = {gateway.distribution: gateway for gateway in (SMG, SGLANG_ROUTER)}
 
 
-def add_router_option(parser: argparse.ArgumentParser) -> None:
+def add_router_option(parser: argparse._ActionsContainer) -> None:
     """Declare ``--router``, whose value `named_gateway` takes."""
     parser.add_argument(
         "--router",

@@ -54,13 +54,25 @@ def _status(rank: Rank) -> str:
         return rank.error
     if rank.audit:
         return f"AUDIT: {rank.audit[0]}"
+    if rank.in_step_s is not None:
+        return f"busy {rank.in_step_s:.0f} s"
     return "idle" if rank.idle else "busy"
+
+
+#: What the columns show, in lines that fit a terminal of 80 columns.
+LEGEND = """\
+status: busy 9 s: its scheduler has been in one step for 9 s, and tells nothing
+run, wait, back (held back), xfer (in transfer), quar (in quarantine): requests
+tree: tokens in it; free: part of the pool; held: part of prompts decode had
+sent, saved: KV bytes/s; fail, lost (peers): since its start; –: not known"""
 
 
 #: By the name that ``--sort`` takes.
 COLUMNS = {
     "worker": Column("worker", lambda rank: rank.name, lambda rank: rank.name),
     "role": Column("role", lambda rank: rank.role, lambda rank: rank.role + ("+tree" if rank.flag else "")),
+    # Before the figures: it has to be seen on a terminal of 80 columns.
+    "status": Column("status", _status, _status),
     "running": _state("run", "running"),
     "waiting": _state("wait", "waiting", "handshake", "bootstrap", "retracted", "received"),
     "held_back": _state("back", "held_back"),
@@ -81,7 +93,6 @@ COLUMNS = {
     "lost": Column(
         "lost", lambda rank: rank.counters.get("peers_lost", 0), lambda rank: size(rank.counters.get("peers_lost"))
     ),
-    "status": Column("status", _status, _status),
 }
 #: Those whose smallest comes first.
 NAMES = ("worker", "role", "status")

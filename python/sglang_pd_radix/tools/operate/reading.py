@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -18,6 +20,8 @@ from .texts import printable
 
 # Seconds for which a worker may take to answer.
 TIMEOUT_S = 5.0
+# And for which it may take to accept a connection, before anything else is asked of it.
+CONNECT_S = 1.5
 # The error of a worker that is asked in vain, and of one of a pair that answers, and has no figures for its requests.
 SILENT = "does not answer"
 UNTOLD = "does not tell its requests: without this package, or with an older one"
@@ -49,7 +53,9 @@ class Rank:
     """A DP rank of a worker, or a worker that has none; ``error``: why it could not be looked at.
 
     requests: by state. pool: tokens. counters: since the start of the worker, by `_COUNTERS`; empty without
-    --enable-metrics. rates: the same for each second since the look before; empty at the first.
+    --enable-metrics. rates: the same for each second since the look before; empty at the first. in_step_s: seconds
+    since its scheduler was last heard of or, first, asked; None unless its HTTP server answers and its scheduler, which
+    is in a step, does not.
     """
 
     worker: str
@@ -63,6 +69,12 @@ class Rank:
     counters: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    in_step_s: float | None = None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it may answer the next time."""
+        return self.error == SILENT or self.in_step_s is not None
 
     @property
     def name(self) -> str:
@@ -125,6 +137,7 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
     """
     found = [base_url(address) for address in urls]
     if gateway is not None:
+        check_listening([base_url(gateway)])
         found += [worker["url"] for worker in gateway_workers(gateway)]
     if deployment is not None:
         try:
@@ -137,6 +150,25 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
     if not found:
         raise PdRadixError("name workers (HOST:PORT ...), --gateway URL or --deployment FILE")
     return list(dict.fromkeys(url.rstrip("/") for url in found))
+
+
+def check_listening(urls: Sequence[str]) -> None:
+    """Raise PdRadixError if nothing takes connections at any of ``urls``."""
+    with ThreadPoolExecutor(len(urls)) as pool:
+        wrong = list(pool.map(_unreached, urls))
+    if all(wrong):
+        raise PdRadixError(f"nothing listens at {urls[0]} ({wrong[0]}): start it, or correct its address")
+
+
+def _unreached(url: str) -> str:
+    """Why nothing takes a connection at the address of ``url``; "" if something does."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 class Unheard(PdRadixError):
@@ -169,6 +201,8 @@ class Reader:
     def __init__(self, urls: Sequence[str]):
         self.urls = urls
         self._before: dict[str, tuple[float, Mapping[str, float]]] = {}
+        # When each worker was last heard, or first asked, and what it was.
+        self._heard: dict[str, tuple[float, Rank]] = {}
 
     def look(self) -> Look:
         """Ask all workers at once."""
@@ -177,6 +211,8 @@ class Reader:
         oldest: list[dict[str, Any]] = []
         ranks: list[Rank] = []
         for of_worker, requests in read:
+            for rank in of_worker:
+                self._hear(rank)
             ranks += of_worker
             oldest += requests
         # What was counted at the look before, and at no earlier one: a worker that has not answered in between may have
@@ -185,6 +221,15 @@ class Reader:
         for rank in ranks:
             self._rate(rank, before.get(rank.name))
         return Look(time.time(), ranks, sorted(oldest, key=lambda request: -request["seconds"]))
+
+    def _hear(self, rank: Rank) -> None:
+        """Note that a worker has been heard; of one whose scheduler is in a step say what it is, and for how long."""
+        now = time.monotonic()
+        if rank.in_step_s is not None:
+            at, last = self._heard.setdefault(rank.worker, (now - rank.in_step_s, rank))
+            rank.role, rank.flag, rank.in_step_s = last.role, last.flag, now - at
+        elif not rank.error:
+            self._heard[rank.worker] = now, rank
 
     def _rate(self, rank: Rank, before: tuple[float, Mapping[str, float]] | None) -> None:
         now = time.monotonic()
@@ -211,6 +256,9 @@ def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
     except _OTHER:
         # Something else listens there, or stands before it.
         pass
+    if not status and http(url + "/model_info", timeout=TIMEOUT_S)[0] == 200:
+        # Which its HTTP server answers by itself.
+        return [Rank(worker, in_step_s=TIMEOUT_S)], []
     said = printable(said[:80]) if status else SILENT
     return [Rank(worker, error=f"{status_text(status)}: {said}" if status else said)], []
 

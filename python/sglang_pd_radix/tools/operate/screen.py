@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.widgets import DataTable, Footer, Static
 
 from ..process_group import ends, handled
-from .columns import COLUMNS, ordered, summary
+from .columns import COLUMNS, LEGEND, ordered, summary
 from .reading import Look, Reader
 from .texts import printable
 
@@ -27,7 +27,10 @@ ORDER = tuple(COLUMNS)
 class Top(App[None]):
     """Workers above, their oldest requests below."""
 
-    CSS = "#summary { height: 1; text-style: bold; } #workers { height: 1fr; } #requests { height: 1fr; }"
+    CSS = (
+        "#summary { height: 1; text-style: bold; } #workers { height: 1fr; } #requests { height: 1fr; } "
+        "#legend { height: auto; color: $text-muted; }"
+    )
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "End"),
@@ -61,6 +64,7 @@ class Top(App[None]):
         yield Static(LOOKING, id="summary", markup=False)
         yield DataTable(id="workers", cursor_type="row", zebra_stripes=True)
         yield DataTable(id="requests", cursor_type="row", zebra_stripes=True)
+        yield Static(LEGEND, id="legend", markup=False)
         yield Footer()
 
     async def run_async(self, **options: Any) -> None:

@@ -19,15 +19,20 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Run:
-    """One run of all waves: by wave and prompt the answers, what decode held of the prompt, and the KV at its end."""
+    """One run of all waves: by wave and prompt the answers, how many of the prompt's tokens decode held, the KV at its
+    end, and how many of the prompt's tokens decode computed itself."""
 
     answers: list[list[Answer]] = field(default_factory=list)
     held: list[list[int]] = field(default_factory=list)
     kv: list[list[dict[int, Record]]] = field(default_factory=list)
+    computed: list[list[int]] = field(default_factory=list)
 
 
-def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int]:
-    """A greedy answer of `ANSWER_TOKENS` tokens, and how many tokens of the prompt decode held. Raises PdRadixError."""
+def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int, int]:
+    """A greedy answer of `ANSWER_TOKENS` tokens, and how many tokens of the prompt decode held, and computed itself.
+
+    Raises PdRadixError.
+    """
     body = {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
@@ -36,7 +41,8 @@ def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int]:
     meta = forced.generate(url, body)
     told = forced.places_of(url, meta, "output_token_logprobs", ANSWER_TOKENS)
     answer = Answer(tuple(token for _, token, *_ in told), tuple(logprob for logprob, *_ in told))
-    return answer, (meta.get("cached_tokens_details") or {}).get("decode_prefix", 0)
+    details = meta.get("cached_tokens_details") or {}
+    return answer, details.get("decode_prefix", 0), details.get("decode_computed", 0)
 
 
 def ask_alone(url: str, script: Script, records: Records) -> tuple[list[Wave], Run]:
@@ -65,10 +71,11 @@ def ask_together(url: str, waves: Sequence[Wave], records: Records) -> Run:
 def _ask_wave(url: str, wave: Wave, run: Run, records: Records, at_once: int) -> None:
     with ThreadPoolExecutor(at_once) as pool:
         found = list(pool.map(lambda prompt: ask(url, prompt), wave.prompts))
-    whole = [(*prompt, *answer.tokens) for prompt, (answer, _) in zip(wave.prompts, found, strict=True)]
+    whole = [(*prompt, *answer.tokens) for prompt, (answer, *_) in zip(wave.prompts, found, strict=True)]
     kv = records.take_all_of(whole)
-    run.answers.append([answer for answer, _ in found])
-    run.held.append([tokens for _, tokens in found])
+    run.answers.append([answer for answer, _, _ in found])
+    run.held.append([tokens for _, tokens, _ in found])
+    run.computed.append([tokens for _, _, tokens in found])
     run.kv.append([kv.get(tokens, {}) for tokens in whole])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..rounding import MARGIN, Deviation, Limits, deviation, limit_of
@@ -21,37 +23,93 @@ MOST_TOLD = 8
 
 
 @dataclass
-class Verdict:
-    """What was found. ``failures`` make it FAILED; ``unknown`` has why something could not be judged.
+class Part:
+    """What was found in one part. ``failures`` make it FAILED; ``unknown`` has why it could not be judged.
 
-    parts: how much is wrong by the part that says so: answers, KV, reuse.
+    left_out: whether it does not exist here.
     """
 
-    setting: dict[str, Any]
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    parts: dict[str, int] = field(default_factory=dict)
+    left_out: bool = False
+
+    @property
+    def result(self) -> str:
+        if self.failures:
+            return "FAILED"
+        if self.unknown:
+            return "not judged"
+        return "n/a" if self.left_out else "ok" if self.lines else "not done"
+
+
+@dataclass
+class Verdict:
+    """What was found, by part: the rows of a table.
+
+    found_by: how much is wrong by what says so: answers, KV, reuse.
+    """
+
+    setting: dict[str, Any]
+    table: dict[str, Part] = field(default_factory=dict)
+    found_by: dict[str, int] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, name: str) -> Part:
+        """The row of that name, which is added if it is not there."""
+        return self.table.setdefault(name, Part())
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{name}: {line}" for name, part in self.table.items() for line in part.lines]
+
+    @property
+    def failures(self) -> list[str]:
+        return [failure for part in self.table.values() for failure in part.failures]
+
+    @property
+    def unknown(self) -> list[str]:
+        return [reason for part in self.table.values() for reason in part.unknown]
 
     @property
     def word(self) -> str:
         """Passed is only what was judged, all of it."""
-        return "FAILED" if self.failures else "CANNOT BE JUDGED HERE" if self.unknown else "PASSED"
+        results = {part.result for part in self.table.values()}
+        return "FAILED" if "FAILED" in results else "PASSED" if results <= {"ok", "n/a"} else "CANNOT BE JUDGED HERE"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        named = [name for name, part in self.table.items() if part.result not in ("ok", "n/a")]
+        return f"pd-radix verify: {self.word}" + (f": {'; '.join(named)}" if named else "")
 
     @property
     def text(self) -> str:
-        """For a terminal and for a report."""
-        what = ", ".join(f"{name} {value}" for name, value in self.setting.items())
-        return "\n".join(
-            [
-                f"pd-radix verify: {self.word}",
-                f"  {what}",
-                *(f"  {line}" for line in self.lines),
-                *(f"  NOT JUDGED: {reason}" for reason in self.unknown),
-                *(f"  FAILED: {failure}" for failure in self.failures),
-            ]
-        )
+        """For a terminal and for a report: the setting, the table, and the verdict in its last line."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("part", no_wrap=True)
+        table.add_column("result", no_wrap=True)
+        table.add_column("what it means")
+        for name, part in self.table.items():
+            means = part.failures + part.unknown or part.lines
+            table.add_row(Text(name), part.result, Text("\n".join(means)))
+        # In a file nothing says how wide a line may be.
+        width = shutil.get_terminal_size((120, 24)).columns
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        with console.capture() as shown:
+            console.print(Text(", ".join(f"{name} {value}" for name, value in self.setting.items())), table)
+        rows = [line.rstrip() for line in shown.get().splitlines()]
+        return "\n".join([*rows, self.sentence])
+
+    def document(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        keys = ("setting", "lines", "failures", "unknown", "found_by", "figures")
+        table = [{"part": name, "result": part.result, **asdict(part)} for name, part in self.table.items()]
+        return {**{key: getattr(self, key) for key in keys}, "table": table, "passed": self.word == "PASSED"}
 
 
 @dataclass(frozen=True)
@@ -114,10 +172,12 @@ class Judge:
 
     def judge_noise(self, verdict: Verdict) -> None:
         """Whether rounding is small enough here to be told from a fault."""
+        part = verdict.part("rounding")
+        part.lines.append("small enough to be told from a fault, by what decode without a cache does")
         if self.answers.unjudgeable:
-            verdict.unknown.append(self.answers.unjudgeable)
+            part.unknown.append(self.answers.unjudgeable)
         if self.kv_noise is not None and not self.kv_noise <= self.kv_limit:
-            verdict.unknown.append(
+            part.unknown.append(
                 f"KV that decode got without any cache differs by {self.kv_noise:.2g} of its size from what prefill "
                 f"computes for the same tokens; above {self.kv_limit:.2g} a fault cannot be told from rounding"
             )
@@ -131,8 +191,8 @@ class Judge:
     def _judge_answers(self, verdict: Verdict, found: Sequence[Found], what: str, same: int) -> None:
         most, rms, behind = (max(getattr(f.deviation, name) for f in found) for name in ("most", "rms", "behind"))
         limit, noise = self.answers.held_to, self.answers.noise
-        verdict.lines.append(
-            f"{what}, answers: {len(found)}, each scored by prefill over the same tokens. Log-probabilities are off by "
+        verdict.part(f"{what}, answers").lines.append(
+            f"{len(found)} answers, each scored by prefill over the same tokens: log-probabilities are off by "
             f"at most {most:.2g} (limit {limit.most:.2g}; without a cache {noise.most:.2g}), in the root mean "
             f"square {rms:.2g} ({limit.rms:.2g}; {noise.rms:.2g}); no token is more than {behind:.2g} behind "
             f"the likeliest. {same} are the reference's, token for token"
@@ -156,8 +216,8 @@ class Judge:
         compared = [d for f in found for d in f.kv]
         most = max((d.most for d in compared), default=math.inf)
         tokens = sum(d.tokens for d in compared)
-        verdict.lines.append(
-            f"{what}, KV: {tokens} tokens that the answers were made from, in every layer of full attention, are off "
+        verdict.part(f"{what}, KV").lines.append(
+            f"{tokens} tokens that the answers were made from, in every layer of full attention, are off "
             f"by at most {most:.2g} of their size from what prefill computes anew (limit {limit:.2g}; without a cache "
             f"{self.kv_noise:.2g})"
         )
@@ -174,13 +234,14 @@ class Judge:
         _tell(verdict, "KV", what, failures)
 
 
-def _tell(verdict: Verdict, part: str, what: str, failures: list[str]) -> None:
+def _tell(verdict: Verdict, by: str, what: str, failures: list[str]) -> None:
     if not failures:
         return
-    verdict.parts[part] = verdict.parts.get(part, 0) + len(failures)
-    verdict.failures += failures[:MOST_TOLD]
+    verdict.found_by[by] = verdict.found_by.get(by, 0) + len(failures)
+    part = verdict.part(f"{what}, {by}")
+    part.failures += failures[:MOST_TOLD]
     if len(failures) > MOST_TOLD:
-        verdict.failures.append(f"{what}: {len(failures) - MOST_TOLD} more of this kind")
+        part.failures.append(f"{what}: {len(failures) - MOST_TOLD} more of this kind")
 
 
 def same_answers(reference: Run, run: Run) -> int:
@@ -201,7 +262,9 @@ def judge_reuse(
     """Whether decode held of each prompt what it must have. bigrams: its keys are pairs of tokens (EAGLE)."""
     tokens = sum(sum(wave) for wave in run.held)
     prompts = sum(len(prompt) for wave in waves for prompt in wave.prompts)
-    verdict.lines.append(f"{what}, reuse: decode held {tokens} of {prompts} prompt tokens ({tokens / prompts:.0%})")
+    verdict.part(f"{what}, reuse").lines.append(
+        f"decode held {tokens} of {prompts} prompt tokens ({tokens / prompts:.0%}), all that it must"
+    )
     verdict.figures[f"{what}, reuse"] = {"held": tokens, "prompt": prompts}
     failures = []
     for i, (wave, held) in enumerate(zip(waves, run.held, strict=True)):
@@ -212,6 +275,9 @@ def judge_reuse(
                 if common is not None:
                     most = len(waves[i - 1].prompts[n]) + common
                     least = min(least, max(0, most - bigrams) // page_size * page_size)
+            if run.computed and run.computed[i][n]:
+                # Of a prompt that it holds to its end it computes the last token anew, for the first of the answer.
+                least = min(least, (len(wave.prompts[n]) - 1) // page_size * page_size)
             if tokens < least:
                 failures.append(f"{what}, {wave.name}, prompt {n + 1}: decode held {tokens} tokens, not {least}")
     _tell(verdict, "reuse", what, failures)

@@ -37,7 +37,7 @@ class Outcome:
 
     def __str__(self) -> str:
         found = "found by " + " and ".join(self.by) if self.by else f"NOT MADE: {self.not_made or ''}"
-        return f"{self.kind:<24} {'MISSED' if self.missed else found} ({faults.KINDS[self.kind]})"
+        return f"{found} ({faults.KINDS[self.kind]})"
 
 
 def run(check: Check, say: Callable[[str], None]) -> list[Outcome]:
@@ -73,15 +73,20 @@ def _one(check: Check, kind: str) -> Outcome:
     problems = tuple(check.problems_on())
     verdict = Verdict({})
     check.judge_on(verdict, {kind: answered})
-    return Outcome(kind, tuple(verdict.parts), problems=problems)
+    return Outcome(kind, tuple(verdict.found_by), problems=problems)
 
 
 def judge(verdict: Verdict, outcomes: list[Outcome]) -> None:
     """Tell what was found, and fail for what was not."""
-    verdict.lines += [f"self-test: {outcome}" for outcome in outcomes]
     verdict.figures["self-test"] = [{"fault": o.kind, "found_by": o.by, "not_made": o.not_made} for o in outcomes]
-    verdict.failures += [f"self-test: {o.kind} was not found" for o in outcomes if o.missed]
-    verdict.failures += [f"self-test: {o.kind}: {problem}" for o in outcomes for problem in o.problems]
+    for o in outcomes:
+        part = verdict.part(f"fault: {o.kind}")
+        part.left_out = bool(o.not_made)
+        if o.missed:
+            part.failures.append(f"self-test: {o.kind} was not found")
+        else:
+            part.lines.append(str(o))
+        part.failures += [f"self-test: {o.kind}: {problem}" for problem in o.problems]
 
 
 def environment() -> dict[str, str]:
