@@ -296,8 +296,7 @@ class LocalPrefills:
     def request(self, decode_req: DecodeRequest) -> None:
         """Take in a request that has its memory, and have its prefill drop it.
 
-        One that could not get it on this rank, too: the others do not know, and decide by what is here. The next poll
-        fails it on all. A step in flight comes before ours in the stream, so it need not be waited for.
+        A step in flight comes before ours in the stream, so it need not be waited for.
         """
         req = decode_req.req
         req.computed_here = decode_req.entry.delta
@@ -313,7 +312,7 @@ class LocalPrefills:
             tell_prefill(receiver.bootstrap_addr, req.bootstrap_room)
 
     def agree(self, decode_req: DecodeRequest) -> bool:
-        """All ranks have got the memory for a request: if it is one of these, it is computed when its step comes.
+        """A request has failed on no rank: if it is one of these, it is computed when its step comes.
 
         Returns whether it is. One that has failed on the way is not, nor one for which KV is being copied.
         """

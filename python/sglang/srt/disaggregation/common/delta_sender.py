@@ -184,7 +184,7 @@ Base: Any = object
 class DeltaSender(Base):
     """Sender that knows the prefix decode asked to be left out, and has one state.
 
-    `fail`, `hear`, `fail_if_refused`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
+    `fail`, `fail_if_refused`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
     """
 
     # When it was made: the engine's.
@@ -202,8 +202,6 @@ class DeltaSender(Base):
     agreed: bool = False
     # What is read from decode before it begins, if that may be; see decode_reads.py.
     reading: Any = None
-    # Whether the ranks have told each other why it has failed.
-    reason_told: bool = False
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
@@ -349,14 +347,6 @@ class DeltaSender(Base):
 
     def on_failure(self) -> None:
         """Called when it has been failed here. Backends that need not wait for the next poll override it."""
-
-    def hear(self, reason: str) -> None:
-        """Another rank knows why this request has failed. It goes on here until the engine lets go of it.
-
-        Failed before that, an engine's sender, as Mori's, would take decode for told.
-        """
-        if not self.has_failed():
-            self.kv_mgr.record_failure(self.bootstrap_room, reason)
 
     def take_reason(self, default: str = NO_REASON) -> str:
         """Why the request has failed, here or on another rank: from here on it has, and no book says why."""
