@@ -25,9 +25,9 @@ def sender(room: int, *polls: KVPoll) -> SimpleNamespace:
 def test_a_room_lives_ends_and_may_be_used_again() -> None:
     rooms = Rooms()
     first, second = object(), object()
-    assert rooms.begin(1, first) is None
+    assert rooms.begin(1, first)
     assert rooms.live == {1: first} and not rooms.has_ended(1)
-    assert rooms.begin(1, second) is first and rooms.holder(1) is first and rooms.live == {1: first}
+    assert not rooms.begin(1, second) and rooms.holder(1) is first and rooms.live == {1: first}
     rooms.end(1)
     assert not rooms.live and rooms.has_ended(1) and rooms.failure(1) is None
     rooms.begin(1, second)
@@ -44,11 +44,11 @@ def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
     rooms.begin(1, first)
     rooms.end(1, posted=True)
     writes = True
-    assert rooms.begin(1, second) is first and not rooms.live
+    assert not rooms.begin(1, second) and not rooms.live
     rooms.written(1, second)
     assert rooms.writing == {1: first}
     writes = False
-    assert rooms.begin(1, second) is None and rooms.live == {1: second}
+    assert rooms.begin(1, second) and rooms.live == {1: second}
     rooms.written(1, first)
     assert not rooms.writing
 

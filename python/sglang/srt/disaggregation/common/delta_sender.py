@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix
-from sglang.srt.disaggregation.room_notes import COMPUTED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -204,16 +203,26 @@ class DeltaSender(Base):
     reading: Any = None
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
-        """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
+        """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew.
+
+        If the room is another's, which is still here, this one has failed, and says nothing of the room to anybody.
+        """
         # Where the request is, and why it failed.
         self.state = SenderState()
         self.made_at = time.monotonic()
-        # The request that has this one's room, if that is not this one, and whether another is waiting for its own.
-        self.earlier: DeltaSender | None = mgr.rooms.begin(bootstrap_room, self) if mgr.ends_rooms else None
-        self.doubted = False
-        if self.earlier is not None and self.earlier.state.phase == Phase.WAITING:
-            self.earlier.doubted = True
+        if mgr.ends_rooms and not mgr.rooms.begin(bootstrap_room, self):
+            self.state.fail(
+                f"bootstrap_room {bootstrap_room} belongs to a request that is still being served; {OWN_ROOM}"
+            )
+            self.state.reach(Phase.CLOSED)
+        status = mgr.request_status.get(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+        if self.has_failed():
+            # The engine has noted that it begins in the place of how far the other is.
+            if status is None:
+                mgr.request_status.pop(bootstrap_room, None)
+            elif status == KVPoll.Failed:
+                mgr.update_status(bootstrap_room, status)
 
     @property
     def conclude_state(self) -> KVPoll | None:
@@ -224,9 +233,7 @@ class DeltaSender(Base):
     def conclude_state(self, outcome: KVPoll | None) -> None:
         if outcome == KVPoll.Failed:
             # As another thread or the engine has recorded.
-            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON)
-            if not self.stands_back(reason):
-                self.state.fail(reason)
+            self.state.fail(self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON))
         elif outcome == KVPoll.Success:
             self.state.succeed()
 
@@ -242,10 +249,6 @@ class DeltaSender(Base):
             return True
         with manager.rooms.lock:
             state.asked = dict(manager.transfer_infos.get(self.bootstrap_room, {}))
-        if self.doubted and names_prefix(state.asked.values()):
-            # Its prompt may be the other's.
-            self.fail(f"two requests of this bootstrap_room have come, and decode has asked for one; {OWN_ROOM}")
-            return False
         try:
             named = names_prefix(state.asked.values())
             if named:
@@ -294,47 +297,17 @@ class DeltaSender(Base):
 
     def fail(self, reason: str) -> None:
         """Fail this request, on this worker and on decode, and nothing else. The first reason stays."""
-        if not self.has_failed() and not self.stands_back(reason):
+        if not self.has_failed():
             # The engine's senders, as Mori's, look for the reason in the manager's book.
             self.kv_mgr.fail_room(self.bootstrap_room, reason)
             self.state.fail(reason)
             self.on_failure()
-
-    def stands_back(self, reason: str) -> bool:
-        """Fail this request if its room is another's that is here: what books say of the room is said of that one.
-
-        So nobody is told, and nothing is closed: decode would give away pages that are being written. Returns whether
-        that is so; without a decode worker with a radix cache, it is as in the engine.
-        """
-        manager, room, earlier = self.kv_mgr, self.bootstrap_room, self.earlier
-        if earlier is None:
-            return False
-        with manager.rooms.lock:
-            asked = names_prefix(earlier.state.asked.values())
-            waits = manager.rooms.live.get(room) is earlier and manager.rooms.hears_of_waiting
-            if not (waits or asked):
-                return False
-            if asked and not self.has_failed():
-                manager.rooms.note_behind(room, reason)
-            if room not in manager.rooms.live:
-                # What this one has begun.
-                manager.request_status.pop(room, None)
-        self.state.fail(reason)
-        self.state.reach(Phase.CLOSED)
-        return True
-
-    def fail_if_behind(self) -> None:
-        """Fail if decode has asked for another request of this room, which was here before."""
-        earlier = self.earlier
-        if earlier is not None and not self.has_failed() and names_prefix(earlier.state.asked.values()):
-            self.fail(f"another request of this bootstrap_room came before it; {OWN_ROOM}")
 
     def waits_unasked(self) -> bool:
         """Whether decode's request has not come and still may; too late for it, this one fails. For polls over NIXL.
 
         As of most in a long queue, for which nothing has been posted.
         """
-        self.fail_if_behind()
         manager, room = self.kv_mgr, self.bootstrap_room
         asked = manager.request_status.get(room) != KVPoll.Bootstrapping
         if asked or self.conclude_state is not None or room in manager.rooms.refused:
@@ -350,9 +323,8 @@ class DeltaSender(Base):
 
     def take_reason(self, default: str = NO_REASON) -> str:
         """Why the request has failed, here or on another rank: from here on it has, and no book says why."""
-        if self.stands_back(default):
-            return self.state.reason or default
-        self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
+        if self.state.phase < Phase.CLOSED:
+            self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
         return self.state.reason or default
 
     def fail_if_refused(self) -> None:
@@ -391,10 +363,9 @@ class DeltaSender(Base):
 
     def drop(self) -> None:
         """End this request well: decode has asked for nothing, and computes the prompt itself."""
-        if self.stands_back(COMPUTED):
+        if not self.state.reach(Phase.CLOSED):
             return
         manager, room = self.kv_mgr, self.bootstrap_room
-        self.state.reach(Phase.CLOSED)
         with manager.rooms.lock:
             manager.end_room(room)
             manager.forget(room)
