@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
-from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix
 
@@ -187,7 +186,7 @@ class DeltaSender(Base):
     """
 
     # When it was made: the engine's.
-    init_time = SinceThen()
+    init_time: float | None = None
     # Tokens of the prompt.
     prompt_len: int | None = None
     # Its `prompt_digests`.
