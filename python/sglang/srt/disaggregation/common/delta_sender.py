@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix
+from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, LENGTH_SIZE, check_decode_prefix
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,7 +157,7 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
 
 
 def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
-    """The `prompt_digests` of decode's prompt, as its ranks have said them; empty where none has."""
+    """The `prompt_digests` of decode's prompt, or its length, as its ranks have said it; empty where none has."""
     return {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
 
 
@@ -167,6 +167,10 @@ def check_prompt(sender: DeltaSender) -> None:
         # The last page of decode's prompt would not be filled.
         raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
     said = said_prompts(sender.state.asked)
+    lengths = {one for one in said if len(one) == LENGTH_SIZE}
+    if any(int.from_bytes(length, "little") != sender.prompt_len for length in lengths):
+        raise ValueError(OTHER_PROMPT)
+    said -= lengths
     if not said:
         return
     own = sender.own_prompt()
