@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from multiprocessing.context import get_spawning_popen
-from typing import SupportsIndex
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
@@ -18,7 +16,6 @@ from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
-from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
 logger = logging.getLogger(__name__)
@@ -134,15 +131,6 @@ class ServerArgs(engine.ServerArgs):
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     pegaflow_namespace: str = ""
     pegaflow_allow_non_loopback: bool = False
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
-        """Wraps the engine's: a process that is started with them has to have the same build of this package.
-
-        Another would read the same wire otherwise. What a dump of requests holds can be read by any, and without it.
-        """
-        if get_spawning_popen() is None:
-            return super().__reduce_ex__(protocol)
-        return loader.OfThisBuild(self).__reduce__()
 
     def __post_init__(self) -> None:
         """Notes first whether the radix cache is off because that was asked for."""

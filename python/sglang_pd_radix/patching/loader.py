@@ -8,16 +8,14 @@ engine has none, the file is a *new module*, found through the ``__path__`` of t
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -31,8 +29,6 @@ from sglang_pd_radix.errors import PatchError
 ENGINE_VERSION = "0.5.10.post1"
 BUILT_IN_SINCE = (0, 5, 11)
 WAY_OUT = "Set SGLANG_PD_RADIX=0 to run the engine without the patch set."
-# Parts of the package that no worker runs; the patch tree itself, in a wheel, is read as one.
-_NOT_IN_A_WORKER = ("tools", "_patches")
 # Set once the reason for staying inert has been told, so that the engine's child processes do not repeat it.
 _TOLD = "SGLANG_PD_RADIX_TOLD"
 
@@ -42,10 +38,6 @@ class _State:
     active: bool = False
     reason: str = "the engine has not been imported in this process"
     engine_root: Path | None = None
-    #: What `build` says of the files that were there when the engine was imported; empty while it has not been.
-    build: str = ""
-    #: This process, where `end_with_children` was called in it; else 0.
-    ends_with_children: int = 0
 
 
 _state = _State()
@@ -95,64 +87,6 @@ def patch_root() -> Path:
 def active() -> bool:
     """Whether the patch set is applied to the engine in this process."""
     return _state.active
-
-
-def build() -> str:
-    """What tells this process's build of the package from any other: 16 digits of a SHA-256; "" while inactive.
-
-    It is of the Python files that a worker may run: of the patch tree, and of this package but for its tools.
-    """
-    return _state.build
-
-
-def end_with_children() -> None:
-    """Have a process that this one starts from now on, and that has another build, end this one by SIGTERM.
-
-    For a process that waits for what it has started without looking whether that lives. Not by SIGQUIT, as the
-    engine's do: a shell has what it starts in the background ignore that.
-    """
-    _state.ends_with_children = os.getpid()
-
-
-class OfThisBuild:
-    """Pickles as the object that it is made with, for a process with the same build of this package only."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What is unpickled is the object itself."""
-        state = vars(self.obj).copy()
-        return same_build, (_state.build, type(self.obj), state, _state.ends_with_children)
-
-
-def same_build(made_by: str, made: type, state: dict[str, Any], ends_with_me: int = 0) -> Any:
-    """What `OfThisBuild` is unpickled by: ``made`` with ``state``.
-
-    ends_with_me: id of the process that is to end, if it has started this one, where this raises. Raises PatchError
-    where the other process, of build ``made_by``, has the patch set and this one has it not or another. Without the
-    package at all there is no such function, which ends the process as well.
-    """
-    try:
-        _check_build(made_by)
-    except PatchError as error:
-        if ends_with_me and ends_with_me == os.getppid():
-            # Said before: what ends there may end this process too.
-            print(f"sglang-pd-radix: {error}", file=sys.stderr, flush=True)
-            os.kill(ends_with_me, signal.SIGTERM)
-        raise
-    obj: Any = object.__new__(made)
-    vars(obj).update(state)
-    return obj
-
-
-def _check_build(made_by: str) -> None:
-    if made_by != _state.build:
-        here = f"build {_state.build}" if _state.build else f"none ({_state.reason})"
-        raise PatchError(
-            f"a process that was started by one with build {made_by} of sglang-pd-radix has {here}: the package was "
-            "being installed meanwhile. Start the worker again when that is over."
-        )
 
 
 def status() -> dict[str, Any]:
@@ -242,38 +176,21 @@ def _python_files(folder: Path) -> list[Path]:
     These are left there by editors and notebooks, and may be links to nowhere.
     """
     found = []
-    with _reading(folder):
-        for inside, folders, files in os.walk(folder, onerror=_raise):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            found += [Path(inside, name) for name in files if name.endswith(".py") and not name.startswith(".")]
+    for inside, folders, files in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(inside, name) for name in files if name.endswith(".py") and not name.startswith(".")]
     return sorted(found)
 
 
 def _raise(error: OSError) -> None:
-    raise error
-
-
-def _digest(path: Path) -> bytes:
-    with _reading(path):
-        return hashlib.sha256(path.read_bytes()).digest()
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise PatchError(
-            f"{path} of sglang-pd-radix cannot be read: {error.strerror}. If the package is being installed, start "
-            f"again when that is over; if not, remove what is no part of it, or install it again. {WAY_OUT}"
-        ) from error
+    raise PatchError(f"{error.filename} of sglang-pd-radix cannot be read: {error.strerror}. {WAY_OUT}") from error
 
 
 def activate(engine: ModuleType) -> None:
     """Prepare everything before the code of ``engine`` (the top-level package ``sglang``) runs.
 
     Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing. Raises
-    PdRadixError where SGLANG_PD_RADIX says neither yes nor no, and PatchError for a file that cannot be read; whoever
+    PdRadixError where SGLANG_PD_RADIX says neither yes nor no, and PatchError for a folder that cannot be read; whoever
     imports the engine again then meets the same.
     """
     reason = inert_reason(engine_version())
@@ -303,28 +220,14 @@ def _register(root: Path) -> None:
     import wrapt
 
     # All is read before the first hook is registered: after a failure nothing is half done.
-    files = [(file, _digest(file.path)) for file in patch_files(root)]
-    packages = _packages()
-    _state.build = _build_of(files)
-    for file, digest in files:
+    files, packages = list(patch_files(root)), _packages()
+    for file in files:
         if file.overlay:
-            wrapt.register_post_import_hook(partial(_overlay, path=file.path, digest=digest), file.module)
+            wrapt.register_post_import_hook(partial(_overlay, path=file.path), file.module)
     for name in packages:
         # Namespace packages follow their parent's __path__ by themselves.
         if (root.joinpath(*name.split(".")[1:]) / "__init__.py").is_file():
             wrapt.register_post_import_hook(lambda module: _extend_packages(), name)
-
-
-def _build_of(files: list[tuple[PatchFile, bytes]]) -> str:
-    """`build`, of these patch files and their digests."""
-    package, tree = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for file, digest in files:
-        tree.update(file.module.encode() + b"\0" + digest)
-    for path in _python_files(package):
-        within = path.relative_to(package)
-        if within.parts[0] not in _NOT_IN_A_WORKER:
-            tree.update(within.as_posix().encode() + b"\0" + _digest(path))
-    return tree.hexdigest()[:16]
 
 
 @cache
@@ -347,8 +250,7 @@ def _extend_packages() -> None:
             package.__path__.append(folder)
 
 
-def _overlay(module: ModuleType, path: Path, digest: bytes = b"") -> None:
-    """``digest``: what the file's SHA-256 was when the engine was imported, empty where that does not matter."""
+def _overlay(module: ModuleType, path: Path) -> None:
     name = module.__name__
     _extend_packages()
     namespace: dict[str, Any] = {
@@ -359,17 +261,8 @@ def _overlay(module: ModuleType, path: Path, digest: bytes = b"") -> None:
         "__loader__": module.__loader__,
     }
     try:
-        code = path.read_bytes()
-        if digest and hashlib.sha256(code).digest() != digest:
-            raise PatchError(
-                f"patch file {path} is not the one that was there when this process began: the package was being "
-                "installed meanwhile. Start the worker again when that is over."
-            )
-        exec(compile(code, str(path), "exec", dont_inherit=True), namespace)
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), namespace)
         names = _exported(namespace)
-    except PatchError as error:
-        _refuse(name, error)
-        raise
     except Exception as error:
         failure = PatchError(f"patch file {path} failed: {type(error).__name__}: {error}. {WAY_OUT}")
         _refuse(name, failure)

@@ -80,6 +80,14 @@ VARIABLES = (
         "([why](decisions/long-runs-of-pages.md))",
     ),
     Variable(
+        "SGLANG_DISAGGREGATION_COMPARE_PROMPTS",
+        "0",
+        "prefill, decode with the flag",
+        "1: prefill refuses a request whose prompt has other tokens than decode's, and decode keeps nothing of one "
+        "with other images; 0: only lengths are compared. Decode's counts; set on prefill too, the tokenizer process "
+        "makes the digests and not the scheduler ([why](protocol.md#prompts-that-differ))",
+    ),
+    Variable(
         "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT",
         "300 on decode with the flag",
         "prefill, decode",

@@ -19,7 +19,7 @@ import test_nixl_wire as nixl_wire
 import torch
 import zmq
 from decode_worker import make_allocator
-from sglang.srt.disaggregation import heard_reasons, utils
+from sglang.srt.disaggregation import decode_agreement, utils
 from sglang.srt.disaggregation import prefill as queues
 from sglang.srt.disaggregation.decode_reads import make_reads
 from sglang.srt.disaggregation.kv_weights import KvWeights
@@ -251,18 +251,12 @@ class PrefillLoop:
         _patch_allocator(allocator)
         monkeypatch.setattr(schedulers, "broadcast_pyobj", self.ranks.broadcast)
         monkeypatch.setattr(utils, "poll_and_all_reduce_attn_cp_tp_group", self.ranks.poll)
-        # How often the ranks have told each other why something has failed, each of them counted.
-        self.exchanges = 0
-        monkeypatch.setattr(heard_reasons, "told_by_all", self._told_by_all)
+        monkeypatch.setattr(decode_agreement, "told_by_all", lambda own, group: self.ranks.gather(own))
         self.before: Callable[[PrefillScheduler], None] = lambda scheduler: None
         self.during: Callable[[PrefillScheduler], None] = lambda scheduler: None
         self.schedulers = [PrefillScheduler(self, rank) for rank in range(ranks)]
         self.reqs: dict[str, list[Req]] = {}
         self.not_asked: nixl_wire.Request | None = None
-
-    def _told_by_all(self, own: list[str], group: None) -> list[list[str]]:
-        self.exchanges += 1
-        return self.ranks.gather(own)
 
     def arrive(
         self,

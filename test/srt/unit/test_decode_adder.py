@@ -155,7 +155,7 @@ def test_the_phases_of_a_request(phases: dict[str, list[Phase]]):
 def test_an_admission_that_fails_asks_nobody(phases: dict[str, list[Phase]], monkeypatch: pytest.MonkeyPatch):
     world = World()
     (one,) = queue(world, tokens(1, 9))
-    monkeypatch.setattr(world.pool, "write", lambda *args: 1 / 0)
+    monkeypatch.setattr(world.meta_alloc, "alloc", lambda *args: 1 / 0)
     world.step()
     one.kv_receiver.quiet = True
     for _ in range(2):

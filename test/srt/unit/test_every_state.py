@@ -680,7 +680,7 @@ def test_the_states_are_all_that_the_code_has(monkeypatch: pytest.MonkeyPatch):
         if bench.entry(req) is not None:
             polls.add(bench.entry(req).poll())
     # Between two steps they are empty.
-    lists -= {"transfer.arrived", *(name for name in lists if name.endswith(("memory._failed", "deltas._admitted")))}
+    lists -= {"transfer.arrived", *(name for name in lists if name.endswith("deltas._admitted"))}
     assert lists | {"scheduler.waiting_queue", "scheduler.running_batch"} == seen
     assert polls == {value for name, value in vars(KVPoll).items() if name[0].isupper()}
 
@@ -767,21 +767,21 @@ PARTS = {
     "what it waits for": lambda w: (w.queue.policy, "find_leader"),
     "its standing": lambda w: (w.queue.policy, "candidate"),
     "the plan": lambda w: (w.queue.accounts, "plan"),
+    "a metadata buffer": lambda w: (w.meta_alloc, "alloc"),
+    "the metadata": lambda w: (w.meta, "get_buf"),
+}
+# What gives a request its memory, which the plans of others count on.
+MEMORY = {
     "the tree's lock": lambda w: (w.tree, "lock_prefix"),
     "pages": lambda w: (w.allocator, "alloc_long_runs"),
     "a row": lambda w: (w.pool, "alloc"),
     "the table": lambda w: (w.pool, "write"),
-    "a metadata buffer": lambda w: (w.meta_alloc, "alloc"),
-    "the metadata": lambda w: (w.meta, "get_buf"),
-    "KV in host memory": lambda w: (w.allocator, "load_cpu_copy"),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("state", [short_of_memory, shaken, arrived, retracted])
 def test_an_error_of_the_worker_fails_the_request_in_which_it_came(bench: Bench, state: Callable, part: str):
-    if state is arrived and part == "the table":
-        pytest.skip("written again by the batch after the queues")
     req = state(bench)
     owner, name = PARTS[part](bench.world)
     real, raised = getattr(owner, name), []
@@ -804,6 +804,20 @@ def test_an_error_of_the_worker_fails_the_request_in_which_it_came(bench: Bench,
     if raised and bench.hog is None:
         assert part in req.finished_reason.message and req.rid in req.finished_reason.message
     bench.assert_books_closed()
+
+
+@pytest.mark.parametrize("part", MEMORY)
+@pytest.mark.parametrize("state", [shaken, retracted])
+def test_an_error_of_the_memory_ends_the_worker(bench: Bench, state: Callable, part: str, monkeypatch):
+    """Rather than that others are admitted by figures that are wrong, or TP ranks part."""
+    state(bench)
+
+    def broken(*args: Any, **more: Any) -> None:
+        raise Broken(part)
+
+    monkeypatch.setattr(*MEMORY[part](bench.world), broken)
+    with pytest.raises(Broken):
+        bench.step_until(lambda: False, "the error", decode=True)
 
 
 def test_a_request_that_no_receiver_can_be_made_for_fails_alone(bench: Bench):

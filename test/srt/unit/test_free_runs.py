@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -223,63 +221,3 @@ def test_the_watermark_is_not_kept_a_page_at_a_time(monkeypatch: pytest.MonkeyPa
         assert world.allocator.alloc(4) is not None
         world.tree.evict_to_watermark()
     assert evictions == [52, 52, 52]
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_what_cannot_be_numbered_is_not_taken(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots of large pages take memory of the device, of which there may be none: the pages stay free."""
-    allocator = make(page_size, 20)
-
-    def no_memory(*args: object, **kwargs: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "add", no_memory)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            allocator.free(allocator.alloc_long_runs(5 * page_size))
-    assert allocator.available_size() == 20 * page_size
-
-
-@pytest.mark.parametrize("least", [1, 2, 9])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_what_cannot_be_freed_at_once_is_freed_later(
-    page_size: int, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To free takes memory of the device too: for all parts of a group, for one, or not even for that."""
-    allocator, cat, left = make(page_size, 20), torch.cat, [least]
-    allocator.long_runs_last = True
-    parts = [allocator.alloc_long_runs(2 * page_size) for _ in range(3)]
-
-    def no_memory(*args: object, **kwargs: object) -> torch.Tensor:
-        if left[0] > 0:
-            left[0] -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return cat(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "cat", no_memory)
-    allocator.free_group_begin()
-    for part in parts:
-        allocator.free(part)
-    allocator.free_group_end()
-    assert allocator.available_size() == (20 if least == 1 else 14) * page_size
-    left[0] = 0
-    allocator.free_unfreed()
-    allocator.free_unfreed()
-    assert allocator.available_size() == 20 * page_size and not allocator.unfreed
-    assert len(set(torch.cat([allocator.free_pages, allocator.release_pages]).tolist())) == 20
-
-
-def test_a_flush_frees_what_could_not_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = make(4, 20)
-    slots = allocator.alloc_long_runs(8)
-
-    def no_memory(*args: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "unique", no_memory)
-        allocator.free_or_keep(slots)
-        assert allocator.available_size() == 72
-    allocator.clear()
-    allocator.free_unfreed()
-    assert allocator.available_size() == 80

@@ -17,7 +17,6 @@ from ranks import assert_same
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -605,62 +604,6 @@ def test_slots_of_a_save_that_failed_elsewhere_are_not_free_while_it_is_copied(p
         assert failed and not under_way and given_back and not any(given_back)
 
 
-def saves_after_an_error(rank: int, failing: int) -> list[Any]:
-    """An admission that evicts what waits to be saved fails on one rank before it has evicted anything."""
-    one = world(late=True, size=128, host=512, group=dist.group.WORLD)
-    serve_to_end(one, tokens(500, 32))
-    one.step()
-    for prompt in (tokens(1, 4), tokens(2, 8)):
-        serve_to_end(one, prompt)
-    one.step()
-    assert one.tier.saves.under_way and len(one.tier.saves.to_come) == 2
-    # A page more than is free.
-    decode_req = one.arrive(tokens(200, 88))
-    one.handshake(decode_req)
-    lock = one.tree.lock_prefix
-    if rank == failing:
-        one.tree.lock_prefix = broken
-    one.step()
-    one.tree.lock_prefix = lock
-    assert len(one.tier.saves.to_come) == 1 + (rank == failing)
-    told: list[Any] = []
-    for _ in range(6):
-        for failed in one.transfer.quarantine:
-            failed.kv_receiver.quiet = True
-        one.tier.memory.wait()
-        one.step()
-        told.append((len(one.tier.saves.under_way), len(one.transfer.queue), len(one.transfer.quarantine)))
-        one.check()
-    # What they differ in is given up, and they save again.
-    told += [aborted(decode_req.req), comes_together(one)]
-    return told
-
-
-def comes_together(one: World) -> list[Any]:
-    """Steps of ranks that differ until a request is admitted; then it is saved."""
-    prompt = tokens(77, 32)
-    decode_req = one.arrive(prompt)
-    one.handshake(decode_req)
-    steps = 0
-    while decode_req in one.queue.queue and steps < 200:
-        one.step()
-        steps += 1
-    one.complete(decode_req)
-    one.step()
-    one.finish(decode_req.req)
-    settle(one)
-    one.check()
-    return [steps, one.tier.host.peek(prompt, None).length, one.tier.figures()]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_poll_the_same_saves_when_an_admission_has_failed_on_one(pair, failing):
-    """One polled a save that the other had not begun, in the reduction of transfers: both hung."""
-    *_, failed, (steps, stored, _) = assert_same(pair.run(saves_after_an_error, failing))
-    assert failed and stored == 32
-    assert 1 < steps <= DISAGREEMENTS + 2
-
-
 def reductions(rank: int) -> list[int]:
     """Of transfers: while a request that has ended is saved, and after that; and the same of what was saved before."""
     one = world(size=128, host=512, group=dist.group.WORLD)
@@ -691,25 +634,6 @@ def test_ranks_with_nothing_to_save_reduce_nothing(pair):
     saving, after, known, later = assert_same(pair.run(reductions))
     # Parts of 16 tokens at most; and once to hear that nothing is to come.
     assert saving <= 5 and known == 1 and after == later == 0
-
-
-def host_memory_differs(rank: int, differing: int, late: bool) -> list[Any]:
-    one = world(late=late, size=128, host=512, group=dist.group.WORLD)
-    saved(one, tokens(1, 32))
-    # With late copies one is being saved then, and another waits.
-    serve_to_end(one, tokens(50, 32))
-    serve_to_end(one, tokens(90, 32))
-    if rank == differing:
-        one.tier.host.evict_shortfall(8)
-    return comes_together(one)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("differing", [0, 1])
-def test_ranks_that_differ_in_host_memory_give_that_up_too(pair, differing, late):
-    """Only the device's tree was dropped then: nobody was admitted ever again."""
-    steps, stored, _ = assert_same(pair.run(host_memory_differs, differing, late))
-    assert 1 < steps <= DISAGREEMENTS + 2 and stored == 32
 
 
 def a_follower_goes_on(rank: int, why: str) -> list[Any]:

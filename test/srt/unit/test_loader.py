@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -212,60 +211,6 @@ def test_replaced_dataclass_pickles_into_a_spawned_process(patched: Sandbox) -> 
     assert done.stdout.strip() == "('sglang.srt.queue', True, 'patched engine push')", done.stderr
 
 
-def test_a_file_that_was_replaced_since_the_engine_was_imported_is_refused(patched: Sandbox) -> None:
-    done = patched.start(
-        "-c",
-        "import pathlib, sglang; from sglang_pd_radix.patching import loader\n"
-        "path = loader.patch_root() / 'sglang/srt/queue.py'; path.write_text(path.read_text() + '# newer')\n"
-        "import sglang.srt.queue",
-    )
-    assert done.returncode and "queue.py is not the one that was there when this process began" in done.stderr
-
-
-def test_what_goes_to_a_process_of_another_build_is_refused_there(patched: Sandbox) -> None:
-    out = patched.run(
-        "import sglang; from sglang_pd_radix.patching import loader\n"
-        "class Args: pass\n"
-        "print(vars(loader.same_build(loader.build(), Args, {'a': 1})))\n"
-        "try: loader.same_build('0' * 16, Args, {})\n"
-        "except loader.PatchError as e: print(e)"
-    )
-    same, other = out.splitlines()
-    assert same == "{'a': 1}" and "build 0000000000000000 of sglang-pd-radix has build " in other
-
-
-@pytest.mark.parametrize("waits_blindly", [True, False])
-def test_who_waits_blindly_for_a_process_of_another_build_ends_with_it(patched: Sandbox, waits_blindly: bool) -> None:
-    """As the engine's DP controller does; nobody else gets a signal that he may not expect."""
-    program = """
-        import multiprocessing, sys
-
-        class Args:
-            def __reduce__(self):
-                from sglang_pd_radix.patching import loader
-                return loader.OfThisBuild(self).__reduce__()
-
-        if __name__ == "__main__":
-            import sglang
-            from sglang_pd_radix.patching import loader
-            if sys.argv[1] == "True":
-                loader.end_with_children()
-            loader._state.build = "0" * 16
-            context = multiprocessing.get_context("spawn")
-            child = context.Process(target=print, args=(Args(),))
-            child.start()
-            child.join(30)
-            print("ended with", child.exitcode)
-    """
-    path = patched.base / "program.py"
-    path.write_text("\n".join(line[8:] for line in program.splitlines()))
-    # The child's process does not import the engine by itself, as a worker's does.
-    patched.engine({"__init__.py": ""})
-    done = patched.start(str(path), str(waits_blindly))
-    assert "a process that was started by one with build 0000000000000000" in done.stderr
-    assert (done.returncode, done.stdout.strip()) == ((-signal.SIGTERM, "") if waits_blindly else (0, "ended with 1"))
-
-
 def test_a_folder_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its patches were left out without a word, and the loader said that all is applied."""
     (tmp_path / "a").mkdir()
@@ -281,63 +226,6 @@ def test_a_folder_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(PatchError, match="cannot be read: Permission denied"):
         loader._python_files(tmp_path)
-
-
-BUILD = "import sglang; from sglang_pd_radix.patching import loader; print(loader.build())"
-
-
-@pytest.mark.parametrize(
-    "path", ["sglang/srt/queue.py", "sglang_pd_radix/supplied/mooncake_host.py", "sglang_pd_radix/errors.py"]
-)
-def test_another_content_of_what_a_worker_runs_is_another_build(patched: Sandbox, path: str) -> None:
-    file = patched.ours / path
-    before = patched.run(BUILD)
-    assert len(before) == 16 and before == patched.run(BUILD)
-    file.write_text(file.read_text() + "# newer\n")
-    assert patched.run(BUILD) != before
-
-
-def test_what_no_worker_runs_has_no_part_in_the_build(patched: Sandbox) -> None:
-    """Tools, and what editors and notebooks leave in the tree, some of it links to nowhere."""
-    before = patched.run(BUILD)
-    tree = patched.ours / "sglang" / "srt"
-    (tree / ".#queue.py").symlink_to("me@host.1234:1")
-    (tree / ".ipynb_checkpoints").mkdir()
-    for file in (tree / ".ipynb_checkpoints" / "queue.py", patched.ours / "sglang_pd_radix" / "tools" / "top.py"):
-        file.write_text("raise ValueError\n")
-    assert patched.run(BUILD) == before
-
-
-@pytest.mark.parametrize("path", ["sglang/srt/gone.py", "sglang_pd_radix/supplied/gone.py"])
-def test_a_file_that_cannot_be_read_stops_every_import_and_is_named(patched: Sandbox, path: str) -> None:
-    (patched.ours / path).symlink_to("nowhere")
-    out = patched.run("""
-        from sglang_pd_radix.patching import loader
-        for _ in range(2):
-            try:
-                import sglang.srt.queue
-            except Exception as error:
-                print(type(error).__name__, loader.active(), error)
-    """)
-    first, second = out.splitlines()
-    assert first == second and first.startswith(f"PatchError False {patched.ours}/{path} of sglang-pd-radix cannot be ")
-    assert "Set SGLANG_PD_RADIX=0 to run the engine without the patch set." in first
-
-
-def test_an_import_that_failed_on_a_file_is_whole_once_that_is_there(patched: Sandbox) -> None:
-    gone = patched.ours / "sglang" / "srt" / "gone.py"
-    gone.symlink_to("nowhere")
-    out = patched.run(f"""
-        import pathlib
-        try:
-            import sglang.srt.queue
-        except Exception as error:
-            pathlib.Path({str(gone)!r}).unlink()
-        from sglang.srt.queue import Queue
-        from sglang_pd_radix.patching import loader
-        print(Queue().push(), loader.active())
-    """)
-    assert out == "patched engine push True"
 
 
 def test_command_line_of_the_engine_is_patched(patched: Sandbox) -> None:

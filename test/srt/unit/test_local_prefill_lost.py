@@ -119,20 +119,20 @@ def test_tp_ranks_lose_the_same_in_the_same_steps(pair, page_size):
     assert computed
 
 
-# ---- memory that one rank has not ----
+# ---- an error on one rank ----
 
 
-def no_memory_on_one(rank: int) -> tuple:
-    """Who is computed here, whose memory cannot be had on rank 1; and another one."""
+def fails_on_one(rank: int) -> tuple:
+    """Who is computed here, of whom rank 1 cannot tell prefill; and another one."""
     loop = loop_of(size=128, page_size=4, max_reqs=6, group=dist.group.WORLD)
-    give, phases = loop.queue.memory.give, []
+    request, phases = loop.transfer.local.request, []
 
-    def fail(req: Any, *args: Any) -> None:
-        if rank == 1 and req.rid == failing.req.rid:
-            raise MemoryError("none on this rank")
-        give(req, *args)
+    def fail(decode_req: Any) -> None:
+        request(decode_req)
+        if rank == 1 and decode_req is failing:
+            raise RuntimeError("on this rank")
 
-    loop.queue.memory.give = fail
+    loop.transfer.local.request = fail
     failing = arrive([1] * 3)(loop)
     arrive([2] * 4)(loop)
 
@@ -148,21 +148,21 @@ def no_memory_on_one(rank: int) -> tuple:
 
 def test_one_rank_that_cannot_begin_what_the_others_compute(pair):
     """They agree on its failure in as many reductions as ever, and it gives its memory back in the same step."""
-    phases, told = assert_same(pair.run(no_memory_on_one))
+    phases, told = assert_same(pair.run(fails_on_one))
     assert "RELEASED" in phases and sorted(kind for *_, kind in told) == ["abort", "length"]
 
 
-def no_memory_beside_others(rank: int) -> list[str]:
+def fails_beside_others(rank: int) -> list[str]:
     """The same beside one that decodes; a third request comes in the same step and would not fit into the queue."""
     loop = loop_of(size=256, page_size=4, max_reqs=8, group=dist.group.WORLD)
-    give, reqs = loop.queue.memory.give, []
+    request, reqs = loop.transfer.local.request, []
 
-    def fail(req: Any, *args: Any) -> None:
-        if rank == 1 and req.rid == "r2":
-            raise MemoryError("none on this rank")
-        give(req, *args)
+    def fail(decode_req: Any) -> None:
+        request(decode_req)
+        if rank == 1 and decode_req.req.rid == "r2":
+            raise RuntimeError("on this rank")
 
-    loop.queue.memory.give = fail
+    loop.transfer.local.request = fail
 
     def between() -> None:
         if loop.iterations == 1:
@@ -178,7 +178,7 @@ def no_memory_beside_others(rank: int) -> list[str]:
 
 def test_what_one_rank_could_not_begin_ends_on_all(pair):
     """And the next one is computed on all."""
-    assert assert_same(pair.run(no_memory_beside_others)) == ["RELEASED", "COMMITTED", "COMMITTED"]
+    assert assert_same(pair.run(fails_beside_others)) == ["RELEASED", "COMMITTED", "COMMITTED"]
 
 
 def test_who_has_all_of_its_kv_begins_beside_prompts_that_are_computed():

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
-from typing import Any, cast
-
 import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
-from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler, Ranks
-from sglang.srt.disaggregation import heard_reasons
+from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
@@ -18,7 +13,6 @@ from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.observability.failure_causes import cause_of
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 ROOM, OTHER = 7001, 7002
@@ -119,76 +113,6 @@ def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.M
     loop.run(8)
     assert len(counted) == loop.ranks.size
     assert any("decode is gone" in message for message in counted)
-
-
-@pytest.mark.parametrize("sent", [False, True], ids=["bootstrap", "sent"])
-def test_every_rank_hears_what_one_of_them_knows(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch, sent: bool):
-    """The first answers the client, and counts the cause; decode hears it of all."""
-    counted = messages_counted(monkeypatch)
-    reqs = loop.arrive(20, ROOM, asked=sent)
-    loop.arrive(20, OTHER)
-    if sent:
-        loop.wire.wire.held = True
-        loop.run(6)
-    assert not loop.exchanges
-    reqs[-1].disagg_kv_sender.fail("NIXL reports an error of the transfer")
-    for transfer in loop.wire.wire.transfers:
-        transfer.finish()
-    loop.wire.wire.held = False
-    loop.run(8)
-    for scheduler, rank in zip(loop.schedulers, loop.wire.prefill, strict=True):
-        assert_told(scheduler, "NIXL reports an error")
-        assert len(scheduler.told) == 2
-        scheduler.assert_nothing_held()
-        assert not sent or all("NIXL reports an error" in text for text in rank.told(f"{ROOM}_fail"))
-    assert [cause_of(message) for message in counted] == ["backend"] * loop.ranks.size
-    heard = [message for message in counted if message.endswith("(on TP rank 1)")]
-    assert len(heard) == loop.ranks.size - 1
-    # In one step, over two groups.
-    assert loop.exchanges == 2 * loop.ranks.size
-
-
-def test_ranks_tell_each_other_a_reason_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """Also where other pipeline stages have not finished with the request, and it is polled in turn after turn."""
-    reqs = loop.arrive(20, ROOM)
-    loop.wire.wire.held = True
-    loop.run(6)
-    heard: list[str] = []
-    for scheduler, req in zip(loop.schedulers, reqs, strict=True):
-        poll, agreed = scheduler.process_disagg_prefill_inflight_queue, iter([[]] * 5)
-        turn = lambda poll=poll, agreed=agreed: poll(next(agreed, None))  # noqa: E731
-        monkeypatch.setattr(scheduler, "process_disagg_prefill_inflight_queue", turn)
-        hear = req.disagg_kv_sender.hear
-        listen = lambda reason, hear=hear: heard.append(reason) or hear(reason)  # noqa: E731
-        monkeypatch.setattr(req.disagg_kv_sender, "hear", listen)
-    reqs[-1].disagg_kv_sender.fail("NIXL reports an error of the transfer")
-    assert_ends(loop, 10, "NIXL reports an error")
-    # Over two groups.
-    assert loop.exchanges == 2 * loop.ranks.size and len(heard) == loop.ranks.size
-
-
-def test_what_a_rank_learns_in_a_later_turn_is_told_too(monkeypatch: pytest.MonkeyPatch):
-    """Rank 1 fails, nobody knows why; while other stages are not done with the request, rank 2 learns it."""
-    ranks = Ranks(3)
-    monkeypatch.setattr(heard_reasons, "told_by_all", lambda own, group: ranks.gather([*own]))
-    reasons: list[str | None] = [None, "no reason was recorded", None]
-    heard: list[list[str]] = [[], [], []]
-
-    def run(rank: int) -> None:
-        ranks.rank.number = rank
-        sender = SimpleNamespace(failure_reason=lambda: reasons[rank], hear=heard[rank].append)
-        for turn in range(4):
-            if turn == 2:
-                reasons[2] = "NIXL reports an error of the transfer"
-            heard_reasons.hear_reasons_of_senders([sender], [KVPoll.Failed], cast(Any, {"TP": None}))
-            ranks.gather(None)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert heard[0] == ["NIXL reports an error of the transfer (on TP rank 2)"]
 
 
 def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
@@ -395,7 +319,6 @@ def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):
         assert sum(sum(step.values()) for step in scheduler.steps) == 100
         assert [type(req.finished_reason).__name__ for req, _ in scheduler.told] == ["FINISH_LENGTH"]
         scheduler.assert_nothing_held()
-    assert not loop.exchanges, "nothing has failed"
 
 
 def test_what_is_lost_reaches_the_ranks_of_one_dp_rank_alone(loop: PrefillLoop):

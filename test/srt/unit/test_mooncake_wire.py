@@ -643,7 +643,7 @@ def test_many_requests_at_once(world: World) -> None:
 def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
-    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "drops": 1, "state": 1, "prompts": 1}
+    assert answer == {"version": 1, "pieces": 1, "digests": 1, "queued": 1, "drops": 1, "state": 1, "prompts": 2}
 
 
 # ---- digests of pages ----
@@ -1562,7 +1562,7 @@ def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world: W
     if aborted:
         again.senders[0].abort()
     again.wait_senders(KVPoll.Failed)
-    with pytest.raises(Exception, match="aborted on prefill" if aborted else "came before it; each request needs"):
+    with pytest.raises(Exception, match="belongs to a request that is still being served; each request needs"):
         again.senders[0].failure_exception()
     gate.set()
     first.finish()
@@ -1570,17 +1570,14 @@ def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world: W
     world.assert_books_closed(7)
 
 
-def test_decode_that_asks_for_a_request_that_stood_back_is_told_at_once(world: World) -> None:
-    """It has all of the first before prefill sees that, and takes the next one of the room in."""
+def test_a_failure_of_the_first_is_not_undone_by_a_second_request_of_its_room(world: World) -> None:
+    """The engine takes the higher of two statuses, and a new request begins above a failure."""
     first, again = world.request(7, 26, 8), world.request(7, 26, 8)
-    first.bootstrap().send()
-    first.wait_receivers(KVPoll.Success)
+    first.bootstrap()
+    world.prefill[0].manager.fail_room(7, "the link is down")
     again.start_prefill()
-    first.finish()
-    again.wait_senders(KVPoll.Failed)
-    again.start_decode().ask().wait_receivers(KVPoll.Failed)
-    assert "came before it" in reasons(again.receivers)[0]
-    world.assert_books_closed(7)
+    first.wait_senders(KVPoll.Failed)
+    assert "the link is down" in reasons(first.senders)[0]
 
 
 def test_a_second_request_that_decode_computes_does_not_end_the_first(world: World) -> None:
@@ -1593,16 +1590,17 @@ def test_a_second_request_that_decode_computes_does_not_end_the_first(world: Wor
     world.assert_books_closed(7)
 
 
-def test_of_two_requests_of_a_room_that_wait_none_is_taken_for_the_one_that_decode_asks_for(world: World) -> None:
+def test_of_two_requests_of_a_room_that_wait_the_first_keeps_it(world: World) -> None:
     first, other = world.request(7, 26, 8).start_prefill(), world.request(7, 26, 8).start_prefill()
-    first.start_decode().ask()
-    first.wait_senders(KVPoll.Failed)
-    first.wait_receivers(KVPoll.Failed)
     other.wait_senders(KVPoll.Failed)
-    for sender in (*first.senders, *other.senders):
-        with pytest.raises(Exception, match="a room of its own"):
-            sender.failure_exception()
-    assert not world.prefill[0].library.writing.is_set()
+    with pytest.raises(Exception, match="a room of its own"):
+        other.senders[0].failure_exception()
+    first.start_decode().ask().wait_senders(KVPoll.WaitingForInput)
+    first.senders[0].init(first.num_pages, first.aux)
+    first.send()
+    first.finish()
+    first.assert_landed()
+    world.assert_books_closed(7)
 
 
 @pytest.mark.parametrize("status", [KVPoll.Success, KVPoll.Failed])

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from sglang.srt.disaggregation import heard_reasons
 from sglang.srt.disaggregation.base import KVPoll
 from test_mooncake_wire import World
 
@@ -39,23 +38,6 @@ def test_its_reason_is_told(monkeypatch: pytest.MonkeyPatch, mori: ModuleType) -
     assert sender.poll() == KVPoll.Failed and sender.failure_reason() == "decode is gone, says another stage"
     with pytest.raises(RuntimeError, match="decode is gone, says another stage"):
         sender.failure_exception()
-    assert 7 not in manager.failure_records and 7 not in manager.request_status
-    world.close()
-
-
-def test_a_rank_that_hears_why_still_tells_decode(monkeypatch: pytest.MonkeyPatch, mori: ModuleType) -> None:
-    """The engine's does so when it lets go of a request that has not failed here; it once was failed before that."""
-    world = World(monkeypatch)
-    manager, reason = world.prefill[0].manager, "KV transfer failed: the other rank's link is down"
-    sender = mori.MoriKVSender(manager, world.addr, 7, [0], 0)
-    sender.pending_infos = ["decode"]
-    told: list[tuple] = []
-    manager.notify_decode_status = lambda *said: told.append(said)
-    monkeypatch.setattr(heard_reasons, "told_by_all", lambda own, group: [own, [reason]])
-    heard_reasons.hear_reasons_of_senders([sender], [KVPoll.Failed], {"TP": None})  # type: ignore[dict-item]
-    with pytest.raises(RuntimeError, match="link is down"):
-        sender.failure_exception()
-    assert told == [(["decode"], 7, KVPoll.Failed, f"{reason} (on TP rank 1)")]
     assert 7 not in manager.failure_records and 7 not in manager.request_status
     world.close()
 

@@ -1082,7 +1082,7 @@ def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world, p
     if posted:
         again.start_prefill()
     again.wait_senders(KVPoll.Failed)
-    with pytest.raises(RuntimeError, match="came before it; each request needs a room of its own"):
+    with pytest.raises(RuntimeError, match="is still being served; each request needs a room of its own"):
         again.senders[0].failure_exception()
     prefill.manager.settle()
     assert not prefill.told("7_fail") and receiver.poll() == KVPoll.WaitingForInput
@@ -1110,28 +1110,6 @@ def test_the_end_of_a_request_that_came_again_is_not_that_of_the_first(world, en
     first.wait_receivers(KVPoll.Success)
 
 
-def test_decode_that_asks_for_a_request_that_stood_back_is_told_at_once(world):
-    """It has all of the first before prefill sees that, and takes the next one of the room in."""
-    first, again = world.request(7), world.request(7)
-    first.bootstrap()
-    world.wire.held = True
-    first.send()
-    again.start_prefill().wait_senders(KVPoll.Failed)
-    for transfer in world.wire.transfers:
-        transfer.finish()
-    first.wait_receivers(KVPoll.Success)
-    first.receivers[0].clear()
-    world.wire.held = False
-    again.start_decode().ask().wait_receivers(KVPoll.Failed)
-    first.wait_senders(KVPoll.Success)
-    with pytest.raises(Exception, match="came before it"):
-        again.receivers[0].failure_exception()
-    manager = world.prefill[0].manager
-    assert not manager.request_status and not manager.transfer_infos
-    # The room is free again.
-    world.assert_healthy(7)
-
-
 def test_a_copy_that_is_refused_ends_no_room_that_is_being_written(world):
     first = world.request(7).bootstrap()
     (prefill,) = world.prefill
@@ -1145,15 +1123,16 @@ def test_a_copy_that_is_refused_ends_no_room_that_is_being_written(world):
     first.wait_receivers(KVPoll.Success)
 
 
-def test_of_two_requests_of_a_room_that_wait_none_is_taken_for_the_one_that_decode_asks_for(world):
-    """Decode has one of them, and the other may have another prompt: its KV would be taken for that of decode's."""
+def test_of_two_requests_of_a_room_that_wait_the_first_keeps_it(world):
     first, other = world.request(7).start_prefill(), world.request(7).start_prefill()
-    first.start_decode().ask()
-    first.assert_fails("two requests of this bootstrap_room")
     other.wait_senders(KVPoll.Failed)
     with pytest.raises(RuntimeError, match="a room of its own"):
         other.senders[0].failure_exception()
-    assert not any(b"_kv_" in transfer.notification for transfer in world.wire.transfers)
+    first.start_decode().ask().wait_senders(KVPoll.WaitingForInput)
+    first.senders[0].init(first.num_pages, 1)
+    first.send()
+    first.wait_senders(KVPoll.Success)
+    first.wait_receivers(KVPoll.Success)
     world.assert_healthy()
 
 

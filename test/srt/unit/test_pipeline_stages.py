@@ -322,7 +322,7 @@ def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
     world = over_mooncake(monkeypatch, made, stages=(2, 3))
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
-    assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1, "prompts": 1}
+    assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1, "prompts": 2}
     manager = world.decode[0].manager
     assert manager.prefills.of(world.addr).digests and not manager.prefills.of(world.addr).pieces
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers import data_parallel_controller as controller
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, GetLoadReqOutput, WatchLoadUpdateReq
 from sglang.srt.managers.prefix_balance import BLOCK_TOKENS, SAID_S, HeldPrefixes, PrefixBalance, block_numbers, waiting
-
-from sglang_pd_radix.patching import loader
 
 ALL = [True, True]
 
@@ -183,11 +180,7 @@ class Worker:
 def dispatch(monkeypatch):
     """A controller of two ranks that are not started, with the method by prefix."""
 
-    monkeypatch.setattr(loader._state, "ends_with_children", 0)
-
     def launched(self, server_args, port_args) -> None:
-        # Before the first of them is started.
-        assert loader._state.ends_with_children == os.getpid()
         self.workers = [Worker(), Worker()]
         self.max_total_num_tokens = 100 * BLOCK_TOKENS
 

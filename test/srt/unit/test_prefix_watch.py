@@ -224,7 +224,7 @@ def test_what_the_tree_loses_of_prompts_that_differ_next_is_not_compared_again_b
     watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(LONG)]
     enter(world, shared)
     herd = [watches.add(Counted(shared + tokens(n, 32)), None) for n in range(1, herd + 1)]
-    world.tree.drop_unlocked()
+    world.tree.evict_shortfall(world.tree.evictable_size())
     assert all(watch.length == 0 for watch in herd)
     parts = 2 if eagle else 1
     with tokens_read(parts * (2 * LONG + len(herd) * LOOKS)):

@@ -46,13 +46,15 @@ def req_of(token_ids: list[int], image: int | None = None) -> Req:
 
 
 class Pair:
-    """A prefill and a decode worker. compares: whether prefill has said that it compares prompts."""
+    """A prefill and a decode worker, which says its prompts. compares: what prefill has said that it compares."""
+
+    says_prompts = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
         self.world, self.monkeypatch = world, monkeypatch
-        self.compares(True)
+        self.compares(2)
 
-    def compares(self, said: bool) -> None:
+    def compares(self, said: int) -> None:
         for rank in self.world.decode:
             known = rank.manager.prefills.capabilities
             known |= {addr: dataclasses.replace(can, prompts=said) for addr, can in known.items()}
@@ -74,6 +76,7 @@ class Pair:
         for receiver in request.receivers:
             num_pages = pages(delta, receiver.kv_mgr.kv_args.page_size)
             PrefillDeltas._ask(
+                SimpleNamespace(_compares=self.says_prompts),  # type: ignore[arg-type]
                 SimpleNamespace(
                     req=of_decode,
                     kv_receiver=receiver,
@@ -81,7 +84,7 @@ class Pair:
                     page_indices=np.arange(34, 34 + num_pages, dtype=np.int32),
                     state_indices=None,
                     advance=lambda phase: None,
-                )
+                ),
             )
         return request
 
@@ -151,6 +154,23 @@ def test_another_prompt_fails_its_request_on_both_sides(make, prefill_tp, decode
     pair.serve(pair.arrive(req_of(PROMPT), req_of(PROMPT), room=2))
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("of_decode", [[*PROMPT, 121], PROMPT[:-1]], ids=["a token more", "one less"])
+def test_without_the_variable_lengths_are_compared(make, of_decode, page_size):
+    pair = make(page_size)
+    pair.says_prompts = False
+    for reason in reasons(pair.arrive(req_of(PROMPT), req_of(of_decode))):
+        assert "the prompts of prefill and decode differ" in reason
+    request = pair.arrive(req_of(PROMPT, image=5), req_of([*PROMPT[:-1], 1], image=6), room=2)
+    assert all(len(receiver.prompt[1]) == 8 for receiver in request.receivers)
+    pair.serve(request)
+    # A prefill of an earlier release would take a length for a digest.
+    pair.compares(1)
+    request = pair.arrive(req_of(PROMPT), req_of(PROMPT), room=3)
+    assert not any(receiver.prompt for receiver in request.receivers)
+    pair.serve(request)
+
+
 def test_a_prompt_that_prefill_has_cut_is_told_as_that(make):
     """The same tokens but for those that were cut: another length, and another digest."""
     request = make().arrive(req_of(PROMPT), req_of([*PROMPT, *range(121, 135)]), longest=len(PROMPT))
@@ -160,7 +180,7 @@ def test_a_prompt_that_prefill_has_cut_is_told_as_that(make):
 
 def test_what_cannot_be_right_is_told_as_that_by_who_does_not_say_its_prompt(make):
     pair = make()
-    pair.compares(False)
+    pair.compares(0)
     for reason in reasons(pair.arrive(req_of(PROMPT), req_of([*PROMPT, *range(121, 125)]))):
         assert "leaves 5 pages of a prompt of 26 tokens, but decode allocated 6" in reason
 
@@ -188,7 +208,7 @@ def test_prefill_says_in_the_metadata_whether_it_has_other_images(make, of_prefi
 
 def test_to_a_decode_worker_that_does_not_say_its_prompt_it_says_nothing_of_images(make):
     pair = make()
-    pair.compares(False)
+    pair.compares(0)
     request = pair.arrive(req_of(PROMPT, 5), req_of(PROMPT, 6))
     request.wait_senders(KVPoll.WaitingForInput)
     assert not any(sender.other_images for sender in request.senders)
@@ -270,6 +290,7 @@ def test_nobody_waits_for_a_transfer_of_which_nothing_would_be_kept(images):
 def test_the_tokenizer_process_makes_the_digest(monkeypatch):
     """On the scheduler it would be part of a step, which makes it of images only, and of what was cut."""
     made = []
+    monkeypatch.setenv(decode_prefix.COMPARE_PROMPTS, "1")
     monkeypatch.setattr(decode_prefix, "prompt_digest", lambda *args: made.append(args) or prompt_digest(*args))
     message = SimpleNamespace(sampling_params=SimpleNamespace())
     monkeypatch.setattr(CheckedRequests, "_create_tokenized_object", lambda *args: message)
@@ -284,8 +305,10 @@ def test_the_tokenizer_process_makes_the_digest(monkeypatch):
     req.origin_input_ids = req.origin_input_ids_unpadded = PROMPT[:-1]
     assert prompt_digests(req) == prompt_digest(PROMPT[:-1], len(PROMPT) - 1) and len(made) == 3
     message.sampling_params = SimpleNamespace()
-    for mode, images in (DisaggregationMode.NULL, None), (DisaggregationMode.PREFILL, [1]):
+    prefill = DisaggregationMode.PREFILL
+    for mode, images, compares in (DisaggregationMode.NULL, None, "1"), (prefill, [1], "1"), (prefill, None, "0"):
         manager.disaggregation_mode = mode
+        monkeypatch.setenv(decode_prefix.COMPARE_PROMPTS, compares)
         manager._create_tokenized_object(None, "", PROMPT, None, images)
     assert not vars(message.sampling_params)
 
@@ -293,7 +316,7 @@ def test_the_tokenizer_process_makes_the_digest(monkeypatch):
 def test_a_decode_worker_that_does_not_say_its_prompt_is_served(make):
     """One of an earlier release, whose prompt is not known."""
     pair = make()
-    pair.compares(False)
+    pair.compares(0)
     request = pair.arrive(req_of(PROMPT), req_of([*PROMPT[:-1], 1]))
     assert all(not receiver.prompt for receiver in request.receivers)
     pair.serve(request)
@@ -329,7 +352,7 @@ def test_any_token_and_the_length_count():
 
 def test_it_is_said_only_where_prefill_has_said_that_it_compares():
     answer = asyncio.run(capabilities(1, 1, 1, True, True, True, RegisteredRanks().timeouts()))
-    assert answer["prompts"] == 1 and parse_capabilities(answer, False).prompts
+    assert answer["prompts"] == 2 == parse_capabilities(answer, False).prompts
     assert not parse_capabilities(answer | {"version": 0}, False).prompts
     del answer["prompts"]
     assert not parse_capabilities(answer, False).prompts

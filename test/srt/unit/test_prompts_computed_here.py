@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
-from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
 from sglang.srt.disaggregation.local_prefill import LocalReq, may_compute, needs_prefill
@@ -22,11 +21,9 @@ from sglang.srt.disaggregation.local_steps import places_for_prompts
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
 from sglang.srt.observability.metrics_collector import SchedulerStats
-from sglang.srt.sampling.sampling_params import SamplingParams
 from test_samples import Manager, answers, body, until
 from test_step_in_flight import Play, RankPlay, scripts
 
@@ -475,22 +472,6 @@ def test_all_of_one_room_are_answered(left):
     last = front.add("c", 5, True)
     answers.answers(SimpleNamespace(rid="c", bootstrap_room=5, input_ids=[1]))
     assert not last.finished and last.rids == {"c"}
-
-
-def test_prefill_is_told_again_of_a_room_whose_second_request_was_refused(monkeypatch):
-    """Its half may come to prefill after the word: nobody would ask for it."""
-    told: list[tuple[str, int]] = []
-    monkeypatch.setattr(local_prefill, "tell_prefill", lambda *word: told.append(word))
-
-    def come(loop: Loop) -> None:
-        loop.transfer.local._tells = True
-        arrive([1] * 8 + [2] * 3, max_new=2)(loop)
-        again = Req("again", "", [1], SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=2)
-        loop.queue.add(again)
-        assert "a room of its own" in again.finished_reason.message
-
-    played({1: arrive([1] * 9, max_new=40), 6: come, 9: arrive([1] * 8 + [3] * 3, max_new=2)})
-    assert told == [("10.0.0.1:1", 2)] * 2 + [("10.0.0.1:1", 3)]
 
 
 def test_an_abort_that_comes_from_the_scheduler_after_the_answer_ends_nothing():

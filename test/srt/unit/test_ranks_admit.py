@@ -7,17 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from decode_world import World, aborted, end_patience
+from decode_world import World, end_patience
 from ranks import assert_same
 from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS, SHARED_FIGURES, WINDOW, agree
-from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_followers import asked, queue, sent
-from test_traps import Rank, serve, serve_to_end, tokens
+from test_traps import Rank, serve_to_end, tokens
 
 
 def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
@@ -107,7 +104,7 @@ def ticks_between(rank: int, ahead: int) -> list[Any]:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_patience_that_ends_on_one_rank_first(pair, ahead):
-    """Each rank kept an order of its own then, and after 64 steps the whole unlocked tree was dropped on both."""
+    """Each rank kept an order of its own then, and no step admitted anybody."""
     admitted, worst, kept, _ = assert_same(pair.run(ticks_between, ahead))
     assert admitted == [True, True, True] and worst == 0 and kept
 
@@ -240,31 +237,6 @@ def test_what_goes_by_a_clock_the_first_rank_decides(pair):
     assert expired == [0, 31, 32, WINDOW - 1] and in_step and poll == KVPoll.WaitingForInput and capable
 
 
-def fails_to_admit(rank: int) -> list[Any]:
-    """An admission fails on one rank, which then has more memory than the other, in the middle of a step."""
-    me = Rank(rank, 128)
-    real = me.world.queue.memory.give
-
-    def admit(req, *args):
-        if rank == 1 and req.rid == "r1":
-            raise RuntimeError("out of memory on this rank")
-        real(req, *args)
-
-    me.world.queue.memory.give = admit  # type: ignore[method-assign]
-    one, two = queue(me.world, tokens(1, 60), tokens(2, 60))
-    three = queue(me.world, tokens(3, 60))
-    me.world.step()
-    first = [len(me.world.transfer.queue), asked([two, *three])]
-    one.kv_receiver.quiet = True
-    me.world.step()
-    return first
-
-
-def test_an_admission_that_fails_on_one_rank_changes_no_other_decision(pair):
-    queued, admitted = assert_same(pair.run(fails_to_admit))
-    assert queued == 2 and admitted == [True, False]
-
-
 def silent_prefill(rank: int, silent: int) -> list[Any]:
     """So many requests of a prefill that does not answer came first; those of another prefill keep coming."""
     me = Rank(rank, 1024)
@@ -338,362 +310,23 @@ def test_a_retracted_request_that_is_aborted_holds_nobody_up():
     world.check()
 
 
-def break_admission(world: World, broken: bool, rid: str) -> None:
-    """Have the admission or resume of ``rid`` raise on this rank."""
-    real = world.queue.memory.give
-
-    def admit(req, *args):
-        if broken and req.rid == rid:
-            raise RuntimeError("out of memory on this rank")
-        real(req, *args)
-
-    world.queue.memory.give = admit  # type: ignore[method-assign]
-
-
-def break_allocation(world: World, broken: bool, rid: str) -> None:
-    """Have the pool have no slots for ``rid`` on this rank."""
-    memory, real = world.queue.memory, world.queue.memory._allocate
-
-    def allocate(req, *args):
-        with pytest.MonkeyPatch.context() as patch:
-            if broken and req.rid == rid:
-                patch.setattr(world.tree.pool, "alloc_long_runs", lambda size: None)
-            return real(req, *args)
-
-    memory._allocate = allocate  # type: ignore[method-assign]
-
-
-def fails_before_one_of_its_prefix(rank: int, failing: int) -> list[Any]:
-    """Where memory is short, two requests of one prefix that nobody holds come in one step, and one behind them."""
-    world = World(size=64, page_size=4, reserved=2, group=dist.group.WORLD)
-    (first,) = queue(world, [1] * 40, max_new=1)
-    world.step()
-    world.complete(first)
-    world.step()
-    for req in list(world.running):
-        world.finish(req)
-    break_allocation(world, rank == failing, "r2")
-    queue(world, [1] * 40 + [2] * 8, [1] * 40 + [3] * 8, max_new=4)
-    world.step()
-    admitted = [dr.req.rid for dr in world.transfer.queue]
-    world.step()
-    return admitted
-
-
-def fails_beside_windows(rank: int, failing: int) -> list[Any]:
-    """Windows are short, and what others keep of them goes by the lengths of those that are admitted."""
-    world = World(size=512, page_size=4, windows=(8, 64), reserved=16, group=dist.group.WORLD)
-    break_allocation(world, rank == failing, "r1")
-    queue(world, *([n] * 9 for n in range(1, 9)), max_new=16)
-    world.step()
-    admitted = [dr.req.rid for dr in world.transfer.queue]
-    world.step()
-    return admitted
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("play", [fails_before_one_of_its_prefix, fails_beside_windows])
-def test_who_could_not_get_its_memory_counts_for_the_rest_of_the_step(pair, play, failing):
-    """What it would have locked was counted once more for the next; the ranks then polled different requests."""
-    admitted = assert_same(pair.run(play, failing))
-    assert len(admitted) > 1
-
-
-def fails_before_a_blocked_one(rank: int, failing: int) -> list[Any]:
-    """A warm-up fails on one rank, and behind it a request is found not to fit."""
-    me = Rank(rank, 128)
-    serve(me.world, tokens(9, 64), max_new=8)
-    break_admission(me.world, rank == failing, "r2")
-    requests = queue(me.world, tokens(1, 4), warmup=True) + queue(me.world, tokens(2, 80))
-    for _ in range(4):
-        me.step()
-    return [aborted(requests[0].req), asked(requests[1:]), me.world.queue.ranks.disagreements]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_leave_out_the_same_steps_when_an_admission_has_failed_on_one(pair, failing):
-    """One took the lock that was given back later for news and asked the others, who had nothing to ask: both hung."""
-    assert assert_same(pair.run(fails_before_a_blocked_one, failing)) == [True, [False], 0]
-
-
-def fails_where_no_row_is_left(rank: int, failing: int, fails: Callable) -> list[Any]:
-    """One rank has a row and a buffer more, until the other gives its own back."""
-    world = World(size=512, page_size=4, max_reqs=2, group=dist.group.WORLD)
-    fails(world, rank == failing, "r2")
-    rows = world.pool.available_size()
-    requests = queue(world, *(tokens(n, 16) for n in range(rows + 2)))
-    for _ in range(6):
-        world.step()
-    seen = [sum(asked(requests)) - rows, world.pool.available_size()]
-    for decode_req in world.transfer.quarantine:
-        decode_req.kv_receiver.quiet = True
-    for _ in range(6):
-        world.step()
-    return [*seen, sum(asked(requests)) - rows, world.pool.available_size()]
-
-
-@pytest.mark.parametrize("fails", [break_admission, break_allocation])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_leave_out_the_same_steps_where_no_row_is_left_on_one(pair, failing, fails):
-    by_rank = pair.run(fails_where_no_row_is_left, failing, fails)
-    assert by_rank[1 - failing] == [0, 0, 1, 0] and by_rank[failing] == [-1, 1, 0, 0]
-
-
-def fails_before_it_has_evicted(rank: int, failing: int) -> list[Any]:
-    """What it evicts on the other rank is what the next of the step has in the tree on this one."""
-    world = World(size=160, page_size=4, reserved=4, max_reqs=8, watermark=0, group=dist.group.WORLD)
-    for held in ([1] * 16, [2] * 64):
-        serve_to_end(world, held, max_new=1)
-    break_admission(world, rank == failing, f"r{next(world._ids) + 1}")
-    queue(world, [9] * 92, max_new=4)
-    others = queue(world, [1] * 16 + [3] * 32, [2] * 64 + [4] * 80, max_new=4)
-    for _ in range(4):
-        world.step()
-    return [(decode_req.wire.asked, decode_req.wire.prefix_len) for decode_req in others]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_nobody_is_admitted_with_a_prefix_that_one_rank_has_evicted(pair, failing):
-    assert_same(pair.run(fails_before_it_has_evicted, failing))
-
-
-def full_hit_fails(rank: int, failing: int) -> list[Any]:
-    """An admission that takes no memory fails on one rank, which then has a row that the other has not."""
-    me = Rank(rank, 128)
-    serve(me.world, tokens(9, 64), max_new=8)
-    break_admission(me.world, rank == failing, "r2")
-    (one,) = queue(me.world, tokens(9, 64))
-    me.world.pool.free_slots = me.world.pool.free_slots[:1]
-    me.world.step()
-    (two,) = queue(me.world, tokens(2, 8))
-    for _ in range(3):
-        me.world.step()
-    before = asked([two])
-    one.kv_receiver.quiet = True
-    for _ in range(2):
-        me.world.step()
-    return [before, asked([two]), me.world.queue.ranks.disagreements]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_rows_that_one_rank_has_more_are_seen(pair, failing):
-    assert assert_same(pair.run(full_hit_fails, failing)) == [[False], [True], 0]
-
-
-def resumes_beside_a_failed_one(rank: int, failing: int) -> list[Any]:
-    """An admission has failed on one rank, on which a retracted request fits before its writers have gone."""
-    me = Rank(rank, 128)
-    running = serve(me.world, tokens(9, 40), max_new=8).req
-    break_admission(me.world, rank == failing, "r2")
-    (one,) = queue(me.world, tokens(1, 60))
-    me.world.step()
-    me.world.retract(running)
-    me.world.tree.evict_shortfall(me.world.tree.evictable_size())
-    taken = me.world.allocator.alloc(48)
-    resumed = []
-    for step in range(4):
-        one.kv_receiver.quiet = step == 2
-        me.world.step()
-        resumed.append(running in me.world.running)
-        me.world.queue.pop_preallocated()
-        me.world.waiting.extend(me.world.transfer.pop_transferred())
-    me.world.allocator.free(taken)
-    me.world.check()
-    return resumed
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_resume_the_same_when_one_has_more_memory(pair, failing):
-    assert assert_same(pair.run(resumes_beside_a_failed_one, failing)) == [False, False, False, True]
-
-
-def lacks_memory(world: World, part: str) -> None:
-    """Have this rank lack the memory for a part of the next admission: once, or in one piece."""
-    memory, real = world.queue.memory, world.queue.memory.give
-    owner, name, times = {
-        "lock": (torch.Tensor, "clone", 1),
-        "pages": (world.tree.pool, "alloc_long_runs", 1),
-        "slots": (torch, "add", 1),
-        "evicted": (torch, "cat", 1),
-        "row": (world.pool, "alloc", 1),
-        "table": (torch, "cat", 9),
-        "host memory": (world.queue.admission, "_loads", 1),
-    }[part]
-    if part == "host memory":
-        world.queue.admission._loads = NoHostMemory()
-        return
-    usual, raised = getattr(owner, name), []
-
-    def once(*args: Any, **more: Any) -> Any:
-        if len(raised) < times:
-            raised.append(name)
-            raise torch.OutOfMemoryError("out of memory on this rank")
-        return usual(*args, **more)
-
-    def give(*args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, once)
-            return real(*args)
-
-    memory.give = give  # type: ignore[method-assign]
-
-
-class NoHostMemory:
-    """Loads from host memory that cannot be locked."""
-
-    def found(self, entry: Any, found: Any) -> Any:
-        return NOTHING
-
-    def lock(self, decode_req: Any, held: int) -> None:
-        raise RuntimeError("out of memory on this rank")
-
-    def begin(self, decode_req: Any, held: int) -> int:
-        return held
-
-
-def retracts_beside_a_failed_one(rank: int, failing: int, part: str, shared: int) -> list[Any]:
-    """An admission has failed on one rank, and its prefill takes long to say that it writes no more."""
-    me = Rank(rank, 96)
-    world = me.world
-    running = queue(world, tokens(1, 20), tokens(2, 20), max_new=30)
-    me.step()
-    for decode_req in running:
-        world.complete(decode_req)
-    me.step()
-    if rank == failing:
-        lacks_memory(world, part)
-    (lost,) = queue(world, tokens(1, shared) + tokens(3, 20 - shared), max_new=4)
-    lost.kv_receiver.writers_done = lambda: False
-    seen: list[Any] = []
-    for _ in range(26):
-        me.step()
-        world.decode()
-        seen.append((len(world.running), world.allocator.available_size(), world.pool.available_size()))
-    told = [aborted(lost.req), len(world.transfer.quarantine)]
-    lost.kv_receiver.writers_done = lambda: True
-    world.step()
-    world.check()
-    return [*told, seen, world.allocator.available_size(), world.tree.evictable_size()]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize(
-    ("part", "shared"),
-    [
-        ("lock", 8),
-        ("pages", 0),
-        ("pages", 16),
-        ("slots", 0),
-        ("slots", 16),
-        ("row", 0),
-        ("table", 16),
-        ("host memory", 0),
-    ],
-)
-def test_ranks_retract_the_same_when_an_admission_has_failed_on_one(pair, failing, part, shared):
-    """What it had been given was back at once there: only the others retracted, and ran another batch from then on."""
-    failed, quarantined, seen, *_ = assert_same(pair.run(retracts_beside_a_failed_one, failing, part, shared))
-    assert failed and quarantined == 1 and min(running for running, *_ in seen) == 1
-
-
-def evicts_in_a_failed_one(rank: int, failing: int, part: str) -> list[Any]:
-    """One rank lacks memory in the middle of an eviction: to split the last victim, or to free them all at once."""
-    world = World(size=64, page_size=4, group=dist.group.WORLD)
-    prompts = [tokens(n, 16) for n in (1, 2, 3)]
-    for prompt in prompts:
-        serve_to_end(world, prompt)
-    if rank == failing:
-        lacks_memory(world, part)
-    (lost,) = queue(world, tokens(7, 38))
-    world.step()
-    lost.kv_receiver.abort()
-    lost.kv_receiver.quiet = True
-    for _ in range(2):
-        world.step()
-    world.check()
-    held = [world.tree.peek(prompt, None).length for prompt in prompts]
-    (other,) = queue(world, tokens(8, 60))
-    world.step()
-    return [aborted(lost.req), held, asked([other]), world.queue.memory.figures()]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("part", ["lock", "evicted"])
-def test_ranks_evict_the_same_when_one_lacks_memory_for_it(pair, failing, part):
-    """What had been evicted there was never free again, and what was to be split never went."""
-    lost, held, admitted, _ = assert_same(pair.run(evicts_in_a_failed_one, failing, part))
-    assert lost and sum(held) == 24 and admitted == [True]
-
-
-def resume_fails(rank: int, failing: int, where: str) -> list[Any]:
-    """A retracted request cannot be brought back on one rank; another can."""
-    me = Rank(rank, 128)
-    reqs = [serve(me.world, tokens(n, 20), max_new=8).req for n in (1, 2)]
-    for req in reversed(reqs):
-        me.world.retract(req)
-    lost, kept = me.world.queue.retracted_queue
-    if where == "admit":
-        break_admission(me.world, rank == failing, lost.rid)
-    elif rank == failing:
-        lost.restore_kv_cache = None
-    me.world.step()
-    me.world.check()
-    return [aborted(lost), lost in me.world.running, kept in me.world.running]
-
-
-@pytest.mark.parametrize("where", ["admit", "restore"])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_request_that_one_rank_cannot_resume_is_aborted_on_all(pair, failing, where):
-    """Else they go on with different batches."""
-    assert assert_same(pair.run(resume_fails, failing, where)) == [True, False, True]
-
-
-def retracted_beside_another_tree(rank: int, differing: int) -> tuple[int, int]:
-    """A retracted request, nobody in the queue, and 4 tokens that one rank's tree has lost."""
+def differ_for_long(rank: int, differing: int) -> list[Any]:
+    """One rank's tree has lost 4 tokens, and a request waits."""
     world = World(size=256, page_size=4, group=dist.group.WORLD)
     serve_to_end(world, tokens(1, 32))
-    world.retract(serve(world, tokens(90, 24), max_new=60).req)
     if rank == differing:
         world.tree.evict_shortfall(4)
-    steps = 0
-    while world.queue.retracted_queue and steps < 4 * DISAGREEMENTS:
-        world.step()
-        steps += 1
-    return steps, len(world.queue.retracted_queue)
+    queue(world, tokens(2, 8))
+    for step in range(2 * DISAGREEMENTS):
+        try:
+            world.step()
+        except RuntimeError as error:
+            return [step, str(error)]
+    return ["goes on", ""]
 
 
 @pytest.mark.parametrize("differing", [0, 1])
-def test_ranks_that_differ_resume_after_all(pair, differing):
-    """Nobody else is there to find out that they do, and who has been retracted waited for ever."""
-    steps, left = assert_same(pair.run(retracted_beside_another_tree, differing))
-    assert DISAGREEMENTS <= steps <= DISAGREEMENTS + 2 and not left
-
-
-def fails_for_what_one_knows(rank: int, knowing: int, asked_for: bool) -> list[Any]:
-    """A request fails, and only one rank knows why; what it told of that on each."""
-    me = Rank(rank, 128)
-    (decode_req,) = queue(me.world, tokens(1, 60))
-    other = queue(me.world, tokens(2, 20))
-
-    def knows_nothing() -> None:
-        raise RuntimeError(NO_REASON)
-
-    decode_req.kv_receiver.failure_exception = knows_nothing
-    if asked_for:
-        me.world.step()
-    if rank == knowing:
-        decode_req.lose("prefill reported: its disk is on fire")
-    me.world.step()
-    me.world.step()
-    return [decode_req.req.finished_reason.message, [dr.is_aborted for dr in other]]
-
-
-@pytest.mark.parametrize("asked_for", [False, True], ids=["handshake", "transfer"])
-@pytest.mark.parametrize("knowing", [0, 1])
-def test_the_rank_that_answers_a_client_hears_why_a_request_has_failed(pair, knowing, asked_for):
-    told, others = zip(*pair.run(fails_for_what_one_knows, knowing, asked_for), strict=True)
-    cause = "prefill reported: its disk is on fire"
-    assert told[0].endswith(f": {cause} (on TP rank 1)" if knowing else f": {cause}")
-    # The other counts it as a failure of another rank.
-    assert told[1].endswith(f": {cause}") == bool(knowing)
-    assert others == ([False], [False])
+def test_ranks_that_differ_for_long_end_together(pair, differing):
+    """They skip steps, and would for ever: nothing brings them together again."""
+    steps, why = assert_same(pair.run(differ_for_long, differing))
+    assert steps == DISAGREEMENTS - 1 and "TP ranks have disagreed for 64 steps" in why

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from ranks import assert_same
 from sglang.srt.mem_cache.host_tier.ahead import LOOK_TURNS
-from test_host_tier import LIVES, PAGE, HostLife, admit, broken, comes_together, insert, settle
+from test_host_tier import LIVES, PAGE, HostLife, admit, broken, insert, settle
 from test_traps import serve_to_end, tokens
 
 SIZE = 256
@@ -131,14 +131,14 @@ def test_what_host_memory_has_evicted_is_saved_again():
     settle(one)
     saved = held(one, prompts)
     assert any(saved)
-    one.tier.host.drop_unlocked()
+    one.tier.host.evict_shortfall(one.tier.host.evictable_size())
     assert not any(held(one, prompts))
     for _ in range(40):
         one.tier.memory.wait()
         one.step()
     assert held(one, prompts) == saved
     # And if there is no time for it, it is counted.
-    one.tier.host.drop_unlocked()
+    one.tier.host.evict_shortfall(one.tier.host.evictable_size())
     late = one.tier.saves.late_tokens
     one.tree.evict_shortfall(32)
     assert one.tier.saves.late_tokens > late
@@ -346,7 +346,7 @@ def test_tp_ranks_save_the_same_ahead(pair, broken_rank):
     assert stored == [0] * tried + [32] * (4 - tried) + [0] * 6
 
 
-def ranks_differ(rank: int, differing: int) -> list[Any]:
+def ranks_differ(rank: int, differing: int) -> list[int]:
     one = world(late=True, group=dist.group.WORLD)
     fill(one, 7)
     if rank == differing:
@@ -356,12 +356,10 @@ def ranks_differ(rank: int, differing: int) -> list[Any]:
         one.tier.memory.wait()
         one.step()
         counted.append(len(one.tier.saves.under_way))
-    told = comes_together(one)
-    return [counted, told[0], told[2]]
+    return counted
 
 
 @pytest.mark.parametrize("differing", [0, 1])
 def test_ranks_whose_trees_differ_poll_as_many_saves(pair, differing):
     """One lists what the other need not save: both would hang in reductions of different sizes."""
-    counted, steps, _ = assert_same(pair.run(ranks_differ, differing))
-    assert set(counted) == {0} and steps > 1
+    assert set(assert_same(pair.run(ranks_differ, differing))) == {0}

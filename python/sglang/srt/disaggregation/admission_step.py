@@ -125,8 +125,7 @@ class Admission:
         every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
         if step % every == 0 or not queue or not self.alike:
             return False
-        # Of several ranks, one may have a row more, since an admission has failed there.
-        rows = 0 if self._several_ranks else min(self.memory.rows.available_size(), self.deltas.room())
+        rows = min(self.memory.rows.available_size(), self.deltas.room())
         full = rows <= 0 and self.full == schedule.version()
         if not full and blocked is None and held is None and not self._follows_on(schedule, len(queue)):
             return False
@@ -225,10 +224,8 @@ class Admission:
             if added is LAST:
                 break
         else:
-            self.memory.end_step()
             if due < math.inf:
                 self.following = self._moves(schedule), due
-        self.memory.end_step()
         self.deltas.ask_admitted(fence)
         if admitted:
             self._counters.overtaken(adder.overtaken())
@@ -239,8 +236,7 @@ class Admission:
     def _note_refused(
         self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, schedule: Schedule, fence: Fence
     ) -> None:
-        """Remember why the step ends with ``req``, and in which state, when no memory is given back any more."""
-        self.memory.end_step()
+        """Remember why the step ends with ``req``, and in which state."""
         if added is NO_ROOM:
             # A row that a step in flight reads is free in the next step.
             self.full = None if fence.rows else schedule.version()
@@ -286,24 +282,15 @@ class Admission:
         return self._local is not None and self._local.should_compute(req, found, lambda: len(live().running))
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan) -> None:
-        """Carry out an admission. Whatever comes of it on this rank, all ranks go on as if it had come about."""
+        """Carry out an admission. Others of the step count on it, so what raises for its memory ends the worker."""
         req, entry = decode_req.req, decode_req.entry
         if entry.following_since is not None:
             self._counters.followed(plan.found.length - entry.held_alone, entry.waited_s)
         held = plan.found.length
-        try:
-            if self._loads is not None:
-                # Before anything is allocated.
-                self._loads.lock(decode_req, held)
-        except Exception as e:
-            decode_req.lose(e)
-        if decode_req.error is None or self._several_ranks:
-            # Also to one that has failed on this rank: it takes the same memory on all until it is released there.
-            try:
-                self.memory.give(req, req.origin_input_ids, plan, self._several_ranks)
-            except Exception as e:
-                # Maybe on this rank only. The transfer queue fails it on all, and gives back what it has got.
-                decode_req.lose(e)
+        if self._loads is not None:
+            # Before anything is allocated.
+            self._loads.lock(decode_req, held)
+        self.memory.give(req, req.origin_input_ids, plan)
         if self._loads is not None:
             held = self._loads.begin(decode_req, held)
         # Others may follow it from now on.
@@ -312,8 +299,6 @@ class Admission:
         if self._gate is not None and self._gate.standstills is not None:
             self._gate.standstills.admitted(req, entry)
         source = self._local if entry.local and self._local is not None else self.deltas
-        if decode_req.error is not None and source is self.deltas:
-            return
         req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
         try:
             source.request(decode_req)
@@ -324,7 +309,7 @@ class Admission:
 def _evictable(tree: DecodeRadixCache, agreed: Agreed) -> int:
     """Tokens that a step on several ranks may evict and go on, the same on all of them.
 
-    Nobody who waits matches these, so what the ranks have agreed on stays, also where an admission fails on one.
+    Nobody who waits matches these, so what the ranks have agreed on stays.
     """
     if not agreed.alike or len(agreed.window) == WINDOW:
         return 0

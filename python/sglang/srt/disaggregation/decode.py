@@ -35,7 +35,6 @@ from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.heard_reasons import hear_reasons
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
@@ -221,7 +220,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
-        self.ranks = Ranks(self.gloo_group, tree.drop_unlocked)
+        self.ranks = Ranks(self.gloo_group)
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         local, gate = self.transfer_queue.local, self.transfer_queue.gate
         drafts = DraftSlots.of(self.scheduler)
@@ -233,7 +232,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.admission = Admission(
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
         )
-        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler), self.ranks, gate)
+        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler), gate)
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -353,7 +352,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return self.schedule.agree(window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_))
 
     def _take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
-        hear_reasons(requests, polls, self.gloo_group)
         failed = take_polls(requests, polls)
         for _ in range(failed if self.scheduler.enable_metrics else 0):
             self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
@@ -371,7 +369,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         rows = self.req_to_token_pool.available_size() - fence.rows
         admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule)
         self._forget(admitted)
-        # Several ranks find out first whether each of them has the memory.
+        # Several ranks find out first whether it has failed on one of them.
         local = self.transfer_queue.local if self.ranks.size == 1 else None
         return admitted if local is None else [dr for dr in admitted if not local.agree(dr)]
 
@@ -466,7 +464,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         arrived: list[Req] = []
         ended: list[Req] = []
         still: list[DecodeRequest] = []
-        hear_reasons(self.queue, polls, self.gloo_group)
         for decode_req, poll in zip(self.queue, polls, strict=False):
             if poll == KVPoll.Failed:
                 self._fail(decode_req)

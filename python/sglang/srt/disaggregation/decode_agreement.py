@@ -37,7 +37,7 @@ _BITS = 32
 _WORDS = WINDOW // _BITS
 # Figures that the first rank has measured and the others go by: of steps, of prefills' pace, and of who is late.
 MEASURED = 12 + 2 + 1
-# Steps that TP ranks may disagree in a row before they drop what they can differ in.
+# Steps in a row that TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
 
@@ -137,6 +137,15 @@ def is_alone(group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(group) == 1
 
 
+def told_by_all(own: list[str], group: dist.ProcessGroup) -> list[list[str]]:
+    """What each rank of ``group`` says; a collective, but for a rank alone."""
+    if is_alone(group):
+        return [own]
+    told: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(told, own, group=group)
+    return told
+
+
 def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
     """What each poller says, the least of all ranks.
 
@@ -170,7 +179,6 @@ class RankState(NamedTuple):
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
         available, windows, evictable, rows, *host = self.memory
-        # Of an admission that failed on one rank there may be nothing else that differs.
         line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers};{host}"
         order = zlib.crc32(line.encode())
         return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leader_version]
@@ -179,10 +187,8 @@ class RankState(NamedTuple):
 class Ranks:
     """The TP ranks of a decode worker, which take the same decisions in the same steps."""
 
-    def __init__(self, group: dist.ProcessGroup, give_up: Callable[[], None]):
-        """give_up: drops what the ranks can differ in; called on all of them when they have disagreed for long."""
+    def __init__(self, group: dist.ProcessGroup):
         self.group, self.size = group, dist.get_world_size(group)
-        self._give_up = give_up
         # Steps in a row in which they were not in the same state.
         self.disagreements = 0
         # Of the window when the ranks last compared it, a digest of its rooms.
@@ -233,25 +239,11 @@ class Ranks:
         return None
 
     def _note_disagreement(self, told: Agreement) -> None:
-        """If skipping steps does not help for long, give up what the ranks can differ in: the unlocked trees.
-
-        All ranks see each disagreement in the same step, so they also come here together.
-        """
+        """Ranks that are in other states for long never come together: all of them end, in the same step."""
         self.disagreements += 1
-        if self.disagreements % DISAGREEMENTS:
-            return
-        self.give_up(
-            self.disagreements,
-            "queue length, rooms, available, available for windows, evictable, retracted, order with rows and host "
-            f"memory, version of the leaders: lowest {told.low}, highest {told.high}",
-        )
-
-    def give_up(self, steps: int, figures: str) -> None:
-        """Drop what the ranks can differ in. All come here in the same step. figures: that were not the same."""
-        logger.error(
-            "TP ranks have disagreed for %d steps about what decode holds (%s). "
-            "The unlocked part of the tree, and of host memory, is dropped on all of them.",
-            steps,
-            figures,
-        )
-        self._give_up()
+        if self.disagreements == DISAGREEMENTS:
+            raise RuntimeError(
+                f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode holds (queue length, rooms, "
+                "available, available for windows, evictable, retracted, order with rows and host memory, version of "
+                f"the leaders: lowest {told.low}, highest {told.high})"
+            )

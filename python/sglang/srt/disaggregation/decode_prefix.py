@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
+from sglang_pd_radix.environment import switched_on
+
 logger = logging.getLogger(__name__)
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "DECODE_PREFIX_VERSION",
     "KvTransferCounters",
     "check_decode_prefix",
+    "compares_prompts",
     "count_runs",
     "has_images",
     "pages",
@@ -35,8 +38,10 @@ __all__ = [
 # Where a prefill's bootstrap server says that it understands a decode prefix, and in which version.
 DECODE_PREFIX_ROUTE = "/decode_prefix"
 DECODE_PREFIX_VERSION = 1
-# The bytes of a `prompt_digest`.
+COMPARE_PROMPTS = "SGLANG_DISAGGREGATION_COMPARE_PROMPTS"
+# The bytes of a `prompt_digest`, and of the length of a prompt, which is said in the place of one.
 DIGEST_SIZE = 16
+LENGTH_SIZE = 8
 # Of a request's row of `MetadataBuffers.output_ids`, a number that the engine sends and nobody reads: 1 if prefill has
 # computed it with other images than decode's.
 OTHER_IMAGES = 12
@@ -55,6 +60,14 @@ def count_runs(sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -
         return 0
     sources, targets = sources[:length], targets[:length]
     return 1 + int(np.count_nonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)))
+
+
+def compares_prompts() -> bool:
+    """Whether a decode worker says of a prompt which tokens and images are in it, and not only how many tokens.
+
+    Raises ValueError for a value of the variable that is neither yes nor no.
+    """
+    return switched_on(COMPARE_PROMPTS, "to compare tokens and images of prompts", "to compare their lengths only")
 
 
 def prompt_digest(token_ids: Sequence[int], prompt_len: int) -> bytes:

@@ -11,14 +11,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL, Blocked
-from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.utils import prepare_abort
-from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_agreement import Ranks
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
     from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.managers.schedule_batch import Req
@@ -61,7 +58,7 @@ class BudgetOfStep:
 
 
 class Resumption:
-    """Resumes retracted requests of one rank, as all others do: while one has other memory than the rest, none does."""
+    """Resumes retracted requests of one rank, as all others do. What raises for the memory of one ends the worker."""
 
     def __init__(
         self,
@@ -69,20 +66,17 @@ class Resumption:
         accounts: Accounts,
         memory: RequestMemory,
         joins: Callable[[], Callable[[Req], bool]],
-        ranks: Ranks,
         gate: ItlGate | None = None,
     ):
         """joins: see `lora_batch.joins`. gate: what bounds a step's time."""
         self._gate = gate
         self._tree, self._accounts, self._memory = tree, accounts, memory
-        self._joins, self._ranks = joins, ranks
+        self._joins = joins
         # The first that did not fit; and the first with which steps would become too long, and when.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
         # Steps since that was found: one odd measurement must not keep it back until somebody ends.
         self._held_for = 0
-        # Steps in a row in which the ranks had other memory.
-        self._differed = 0
 
     def resume(
         self,
@@ -102,16 +96,12 @@ class Resumption:
         failed = 0
         if not retracted:
             return resumed, failed
-        # Nobody is admitted meanwhile, and what could not be freed then is missing here.
-        self._memory.end_step()
-        if not self._is_alike():
-            return resumed, failed
         self._held_for += 1
         if self._held is not None and self._held_for % ABORT_INTERVAL and self._held == (retracted[0].rid, version()):
             return resumed, failed
         self._held, self._held_for = None, 0
         kept = self._accounts.kept_for_resume(live)
-        # A look at each that runs: from here on a resume takes its window of it, and one that fails gives its own back.
+        # A look at each that runs: from here on a resume takes its window of it.
         windows = self._accounts.free(live.running).windows
         load = None if self._gate is None else self._gate.load(live)
         joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.nodes_in_use)
@@ -137,12 +127,9 @@ class Resumption:
                 self._held = req.rid, version()
                 break
             self._blocked = None
-            error = self._bring_back(req, token_ids, plan)
-            alike = self._ranks.are_alike([error is None])
-            if error is not None or not alike:
-                failed += 1
-                self._fail(req, error or RuntimeError("another TP rank could not"), tell)
-                continue
+            self._memory.give(req, token_ids, plan)
+            req.is_retracted = False
+            req.restore_kv_cache(self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
             kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
             windows -= plan.window.now
             waiting.add(req, plan)
@@ -150,17 +137,6 @@ class Resumption:
         if self._gate is not None:
             self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
         return resumed, failed
-
-    def _is_alike(self) -> bool:
-        """Whether all ranks have the same memory. With nobody in the queue, only here is it found that they do not."""
-        figures = self._memory.figures()
-        if self._ranks.are_alike(figures):
-            self._differed = 0
-            return True
-        self._differed += 1
-        if self._differed % DISAGREEMENTS == 0:
-            self._ranks.give_up(self._differed, f"memory, with which retracted requests would be resumed: {figures}")
-        return False
 
     def _is_blocked(
         self, req: Req, free: Memory, kept: Memory, budget: BudgetOfStep | None, version: Callable[[], tuple[int, ...]]
@@ -180,26 +156,13 @@ class Resumption:
             found = self._tree.peek(self._tree.shareable(token_ids), req.extra_key)
         return self._accounts.plan(req, token_ids, found)
 
-    def _bring_back(self, req: Req, token_ids: list[int], plan: AdmissionPlan) -> Exception | None:
-        """Give a retracted request its KV again; returns what went wrong, maybe on this rank only."""
-        try:
-            self._memory.give(req, token_ids, plan)
-            req.is_retracted = False
-            req.restore_kv_cache(self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
-        except Exception as e:
-            self._memory.end_step()
-            return e
-        return None
-
     def _fail(self, req: Req, error: Exception, tell: Callable[[Req], None]) -> None:
-        """Abort a retracted request whose KV cannot be brought back. On all ranks, wherever the error was."""
+        """Abort a retracted request whose KV cannot be brought back. On all ranks."""
         message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
         logger.error(message, exc_info=error)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         req.is_retracted = False
         tell(req)
-        if req.req_pool_idx is not None:
-            release_kv_cache(req, self._tree, is_insert=False)
         req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
 
 

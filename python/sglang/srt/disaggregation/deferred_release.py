@@ -84,11 +84,10 @@ def abort_transfer(decode_req: DecodeRequest) -> None:
 def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
     """Give back what a failed request holds: KV, and its metadata buffer of ``buffers``.
 
-    Nothing enters the tree: part of it may never have been written. An error may have come before it got any.
+    Nothing enters the tree: part of it may never have been written. What is computed here has no buffer.
     """
     let_go(decode_req, tree)
-    if decode_req.req.req_pool_idx is not None:
-        release_kv_cache(decode_req.req, tree, is_insert=False)
+    release_kv_cache(decode_req.req, tree, is_insert=False)
     if decode_req.metadata_buffer_index != -1:
         buffers.free(decode_req.metadata_buffer_index)
     decode_req.advance(Phase.RELEASED)
@@ -114,8 +113,6 @@ def flush_around(reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: 
 
     rows: the pool of these. flush: clears tree and pools; what it returns is returned, and if False nothing changes.
     """
-    # One in whose admission something raised has nothing to keep.
-    reqs = [req for req in reqs if req.req_pool_idx is not None]
     deltas = [_delta(req, rows, tree) for req in reqs]
     if not flush():
         return False

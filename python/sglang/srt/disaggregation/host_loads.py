@@ -53,16 +53,16 @@ class HostLoads:
         """
         if not decode_req.entry.stored.length:
             return held
-        req, load, error, begun = decode_req.req, decode_req.load, None, False
+        req, load, error = decode_req.req, decode_req.load, None
+        assert load is not None
         try:
-            if load is not None and decode_req.error is None:
-                self._tier.load(load, self._rows.req_to_token[req.req_pool_idx, load.start : load.end].long())
-                begun = True
+            self._tier.load(load, self._rows.req_to_token[req.req_pool_idx, load.start : load.end].long())
         except Exception as e:
             error = e
+        begun = error is None
         if self._ranks is not None:
             begun = self._ranks.are_alike([begun]) and begun
-        if begun and load is not None:
+        if begun:
             req.load_start, req.host_prefix_len = load.start, load.end
             if self._tier.storage is not None:
                 req.from_storage = self._tier.storage.brought(req.rid, load.start, load.end)

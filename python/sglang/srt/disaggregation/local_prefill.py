@@ -245,8 +245,7 @@ class LocalPrefills:
     def request(self, decode_req: DecodeRequest) -> None:
         """Take in a request that has its memory, and have its prefill drop it.
 
-        One that could not get it on this rank, too: the others do not know, and decide by what is here. The next poll
-        fails it on all. A step in flight comes before ours in the stream, so it need not be waited for.
+        A step in flight comes before ours in the stream, so it need not be waited for.
         """
         req = decode_req.req
         req.computed_here = decode_req.entry.delta
@@ -263,15 +262,13 @@ class LocalPrefills:
             tell_prefill(receiver.bootstrap_addr, req.bootstrap_room)
 
     def agree(self, decode_req: DecodeRequest) -> bool:
-        """All ranks have got the memory for a request: if it is one of these, it is computed when its step comes.
+        """A request has failed on no rank: if it is one of these, it is computed when its step comes.
 
         Returns whether it is. One that has failed on the way is not, nor one for which KV is being copied.
         """
         for one in self.waiting:
             if one.decode_req is decode_req and decode_req.poll() == KVPoll.Success:
                 one.agreed = True
-                if self._tells and getattr(decode_req, "is_doubled", False):
-                    tell_prefill(decode_req.kv_receiver.bootstrap_addr, one.req.bootstrap_room)
                 one.req.time_stats.set_wait_queue_entry_time()
                 self._take_in(one)
                 return True

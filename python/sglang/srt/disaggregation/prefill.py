@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
-from sglang.srt.disaggregation.heard_reasons import hear_reasons_of_senders
 from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
@@ -48,13 +47,8 @@ __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin", "poll
 def poll_and_all_reduce_attn_cp_tp_group(
     pollers: list, attn_cp_cpu_group: dist.ProcessGroup, attn_tp_cpu_group: dist.ProcessGroup
 ) -> list[int]:
-    """Adds that a rank on which nothing went wrong hears why a request has failed, which it is to tell and count.
-
-    Right after the reduction, from which all ranks know what has failed; while nothing has, nothing is exchanged. And
-    that what is read from decode begins and ends on all ranks by it.
-    """
+    """Adds that what is read from decode begins and ends on all ranks by it."""
     polls = utils.poll_and_all_reduce_attn_cp_tp_group(pollers, attn_cp_cpu_group, attn_tp_cpu_group)
-    hear_reasons_of_senders(pollers, polls, {"TP": attn_tp_cpu_group, "CP": attn_cp_cpu_group})
     return agree_on_reads(pollers, polls)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.common.wire import PROMPT
-from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, prompt_digests
+from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE, OTHER_IMAGES, compares_prompts, prompt_digests
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
@@ -48,11 +48,6 @@ def _least_read(receiver: Any) -> int:
     info = manager.prefill_info_table.get(addr)
     same = info is not None and info.attn_tp_size == manager.attn_tp_size
     return manager.prefills.of(addr).reads if same else 0
-
-
-def _compares_prompts(receiver: Any) -> bool:
-    """Whether a receiver's prefill takes a digest of the request's prompt."""
-    return hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
 
 
 def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor, policy: AdmissionPolicy) -> None:
@@ -91,6 +86,7 @@ class PrefillDeltas:
         """
         self._tree, self._rows, self._local = tree, rows, local
         self._buffers, self._buffer_indices = buffers, buffer_indices
+        self._compares = compares_prompts()
         # Requests that have been admitted in this step.
         self._admitted: list[DecodeRequest] = []
 
@@ -201,15 +197,19 @@ class PrefillDeltas:
                 except Exception as e:
                     decode_req.lose(e)
 
-    @staticmethod
-    def _ask(decode_req: DecodeRequest) -> None:
+    def _ask(self, decode_req: DecodeRequest) -> None:
         """Send prefill the message that names what it is to write."""
         decode_req.advance(ASKED)
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
-            if _compares_prompts(receiver):
-                receiver.prompt = PROMPT, prompt_digests(req)
+            if hasattr(receiver, "prompt"):
+                # 0: its prefill compares nothing, 1: digests, 2: or lengths.
+                compares = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
+                if compares and self._compares:
+                    receiver.prompt = PROMPT, prompt_digests(req)
+                elif compares > 1:
+                    receiver.prompt = PROMPT, len(req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

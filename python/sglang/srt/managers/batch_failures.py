@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.disaggregation.heard_reasons import told_by_all
+from sglang.srt.disaggregation.decode_agreement import told_by_all
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 __all__ = ["check_processor", "failed_processors", "keep_undrafted_out", "pad_token_logprobs", "without_token"]

@@ -13,8 +13,6 @@ from sglang.srt.managers import data_parallel_controller as engine
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.prefix_balance import PrefixBalance
 
-from sglang_pd_radix.patching import loader
-
 __all__ = ["DataParallelController", "LoadBalanceMethod"]
 
 LONGEST_PREFIX = "longest_prefix"
@@ -55,12 +53,7 @@ class DataParallelController(engine.DataParallelController):
     balance: PrefixBalance | None = None
 
     def __init__(self, server_args, port_args, run_scheduler_process_func) -> None:
-        """Adds the method, once the ranks have told the size of their pools.
-
-        A rank that cannot read its arguments ends this process as one does that fails later: the engine's waits for
-        its ranks without looking whether they live.
-        """
-        loader.end_with_children()
+        """Adds the method, once the ranks have told the size of their pools."""
         super().__init__(server_args, port_args, run_scheduler_process_func)
         if server_args.load_balance_method == LONGEST_PREFIX:
             held = self.max_total_num_tokens

@@ -1,4 +1,4 @@
-"""Several tokenizer processes: they hear what decode refuses, are of one build, and refuse what only one would do.
+"""Several tokenizer processes: they hear what decode refuses, and refuse what only one would do.
 
 Upstream: none is known.
 """
@@ -14,19 +14,9 @@ from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import multi_tokenizer_mixin as engine
 
-from sglang_pd_radix.patching import loader
-
 logger = logging.getLogger(__name__)
 
-__all__ = ["MultiTokenizerRouter", "TokenizerWorker", "write_data_for_multi_tokenizer"]
-
-
-def write_data_for_multi_tokenizer(port_args, server_args, scheduler_info):
-    """Wraps the engine's, so that tokenizer processes with another build of this package do not read the arguments.
-
-    They take them from memory that is shared, where nobody knows who will read what is pickled.
-    """
-    return engine.write_data_for_multi_tokenizer(port_args, loader.OfThisBuild(server_args), scheduler_info)
+__all__ = ["MultiTokenizerRouter", "TokenizerWorker"]
 
 
 class MultiTokenizerRouter(engine.MultiTokenizerRouter):

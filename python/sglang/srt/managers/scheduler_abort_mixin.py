@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.disaggregation import heard_reasons
+from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.request_phase import Phase
@@ -159,5 +159,5 @@ def _agreed(reqs: Sequence[Any], is_spared: Callable[[Any], bool], groups: Seque
         return []
     said = ["spared" if is_spared(req) else "" for req in reqs]
     for group in groups:
-        said = [max(of_one) for of_one in zip(*heard_reasons.told_by_all(said, group), strict=True)]
+        said = [max(of_one) for of_one in zip(*decode_agreement.told_by_all(said, group), strict=True)]
     return [req for req, word in zip(reqs, said, strict=True) if word]

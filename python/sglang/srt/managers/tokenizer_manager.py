@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from fastapi import HTTPException
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
-from sglang.srt.disaggregation.decode_prefix import prompt_digest
+from sglang.srt.disaggregation.decode_prefix import compares_prompts, prompt_digest
 from sglang.srt.disaggregation.refusal import blames_request
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
@@ -59,9 +59,10 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             samples.listen(self.samples)
 
     def _create_tokenized_object(self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, *args, **kwargs):
-        """With PD, makes the digest by which the workers compare a prompt, see `prompt_digests`."""
+        """With PD, makes the digest by which the workers compare a prompt, if they do; see `prompt_digests`."""
         message = super()._create_tokenized_object(obj, input_text, input_ids, input_embeds, mm_inputs, *args, **kwargs)
-        if input_ids and self.disaggregation_mode != DisaggregationMode.NULL and mm_inputs is None:
+        in_pair = self.disaggregation_mode != DisaggregationMode.NULL
+        if input_ids and in_pair and mm_inputs is None and compares_prompts():
             message.sampling_params.prompt_digest = len(input_ids), prompt_digest(input_ids, len(input_ids))
         return message
 

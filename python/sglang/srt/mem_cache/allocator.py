@@ -5,8 +5,6 @@ Upstream: none is known; sgl-project/sglang#35036 (open) sends fragmented KV by 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 __all__ = ["PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator", "by_run_length"]
-
-logger = logging.getLogger(__name__)
 
 
 def by_run_length(pages: torch.Tensor) -> torch.Tensor:
@@ -46,16 +42,8 @@ class _Runs:
     draft_kv_pool: KVCache | None = None
     page_size: int
     device: str
-    free_group: list[torch.Tensor]
     free_pages: torch.Tensor
     release_pages: torch.Tensor
-    # Slots that are nobody's and not free yet: to free them takes memory of the device, of which there was none.
-    unfreed: list[torch.Tensor]
-
-    def clear(self) -> None:
-        """As the engine's: all are free."""
-        super().clear()  # type: ignore[misc]
-        self.unfreed = []
 
     def available_size(self) -> int:
         """As the engine's, which takes ``len`` of the two tensors: a call into Python each, several times a step."""
@@ -87,37 +75,10 @@ class _Runs:
         rest = self.free_pages.numel() - num_pages
         if rest < 0:
             return None
-        slots = pages = self.free_pages[rest:]
-        if self.page_size > 1:
-            # Before they are taken: what raises for want of memory loses no page.
-            slots = torch.add(self._offsets, pages[:, None], alpha=self.page_size).reshape(-1)
-        self.free_pages = self.free_pages[:rest]
-        return slots
-
-    def free_or_keep(self, *parts: torch.Tensor) -> None:
-        """Free slots (int64), one part after the other; what the device has no memory for is ``unfreed`` then."""
-        self.unfreed += parts
-        self.free_unfreed()
-        if self.unfreed:
-            tokens = sum(len(part) for part in self.unfreed)
-            logger.warning("The device lacks the memory to free %d tokens of KV, which each step tries again", tokens)
-
-    def free_unfreed(self) -> None:
-        """Free of these what the device has memory for."""
-        with contextlib.suppress(RuntimeError):
-            while self.unfreed:
-                self.free(self.unfreed[-1])  # type: ignore[attr-defined]
-                self.unfreed.pop()
-
-    def free_group_end(self) -> None:
-        """As the engine's; what cannot be freed at once is freed in its parts, or later."""
-        try:
-            super().free_group_end()  # type: ignore[misc]
-        except RuntimeError:
-            if not self.long_runs_last:
-                raise
-            # What raises has freed nothing.
-            self.free_or_keep(*self.free_group)
+        pages, self.free_pages = self.free_pages[rest:], self.free_pages[:rest]
+        if self.page_size == 1:
+            return pages
+        return torch.add(self._offsets, pages[:, None], alpha=self.page_size).reshape(-1)
 
     def reserve(self, slots: torch.Tensor) -> None:
         """Take the pages of ``slots`` (int64, of each page at least one) out of the free list of a cleared pool."""

@@ -6,8 +6,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,20 +35,6 @@ __all__ = ["DecodeRadixCache", "insert_below", "is_warmup", "path_to"]
 def is_warmup(req: Req) -> bool:
     """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
     return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
-
-
-@contextmanager
-def _whole_or_split(node: TreeNode) -> Iterator[None]:
-    """The engine's split cuts the key, and may then lack the memory for the slots: ``node`` is as it was after that.
-
-    Nothing leads to the other part yet.
-    """
-    whole = node.key, node.value, node.parent
-    try:
-        yield
-    except Exception:
-        node.key, node.value, node.parent = whole
-        raise
 
 
 def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
@@ -209,7 +194,6 @@ class DecodeRadixCache(RadixCache):
         last.last_access_time = now
         if found.in_last < len(last.key.token_ids):
             last = self._split_node(last.key, last, found.in_last)
-        # From here on nothing raises.
         self.locks_taken += 1
         for node in above:
             node.last_access_time = now
@@ -298,10 +282,6 @@ class DecodeRadixCache(RadixCache):
         """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
         return EvictResult(num_tokens_evicted=evict_leaves(self, params.num_tokens, exact=False))
 
-    def drop_unlocked(self) -> None:
-        """Evict all that requests have not locked: TP ranks do, if they differ in it."""
-        self.evict_shortfall(self.evictable_size())
-
     def evict_to_watermark(self) -> None:
         """Evict what the free list lacks to the watermark, a few leaves at a time; nothing that a request waits for.
 
@@ -320,9 +300,8 @@ class DecodeRadixCache(RadixCache):
         return False
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Tells the requests that watch ``child`` of the split. What raises for want of memory has changed nothing."""
-        with _whole_or_split(child):
-            upper = super()._split_node(key, child, split_len)
+        """Tells the requests that watch ``child`` of the split."""
+        upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
         note_split(upper, child)
         return upper

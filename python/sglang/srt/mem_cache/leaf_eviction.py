@@ -39,11 +39,9 @@ def evict_leaves(
     batching = allocator.is_not_in_free_group
     if batching:
         allocator.free_group_begin()
-    try:
-        freed = _evict(tree, num_tokens, exact, max_leaves, wanted_too, stop_at)
-    finally:
-        if batching:
-            allocator.free_group_end()
+    freed = _evict(tree, num_tokens, exact, max_leaves, wanted_too, stop_at)
+    if batching:
+        allocator.free_group_end()
     tree.update_eviction_metrics(freed, start)
     return freed
 
@@ -56,7 +54,7 @@ def _evict(
     wanted_too: bool,
     stop_at: Callable[[TreeNode], bool],
 ) -> int:
-    """The loop of `evict_leaves`. What has been evicted before something raises is in the group that is freed."""
+    """The loop of `evict_leaves`."""
     freed = leaves = 0
     while freed < num_tokens and leaves != max_leaves:
         node = tree.victims.take_next()
@@ -77,14 +75,8 @@ def _evict(
         if exact:
             keep = max(keep, (len(node.key) - (num_tokens - freed)) // tree.page_size * tree.page_size)
         if keep > 0:
-            try:
-                head = tree._split_node(node.key, node, keep)
-            except Exception:
-                # It is as it was.
-                tree.victims.add(node)
-                raise
+            head = tree._split_node(node.key, node, keep)
             head.last_access_time, head.creation_time = node.last_access_time, node.creation_time
-        # Out of the tree first: what is in both is given to two.
         tree._delete_leaf(node)
         tree.pool.free(node.value)
         freed += len(node.value)

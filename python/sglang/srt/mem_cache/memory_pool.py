@@ -15,15 +15,6 @@ __all__ = ["HybridLinearKVPool", "MambaPool"]
 class MambaPool(engine.MambaPool):
     """States of linear attention or Mamba layers, one slot for each request."""
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        """As the engine's, which takes slots and then clears them; what raises there has taken none."""
-        free = self.free_slots
-        try:
-            return super().alloc(need_size)
-        except Exception:
-            self.free_slots = free
-            raise
-
     def get_cpu_copy(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """What slot ``slot`` (an int64 scalar) holds, in host memory: a tensor (layers, ...) for each kind of state."""
         torch.cuda.synchronize()

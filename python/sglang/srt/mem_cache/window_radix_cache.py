@@ -39,8 +39,6 @@ class WindowSlots:
         self.pool.long_runs_last = True
         # By which requests save theirs when they are retracted.
         allocator.window_slots = self
-        # The engine's, what it calls for requests that run too, frees pages twice where its second half raises.
-        allocator.free_swa = self.drop  # type: ignore[method-assign]
         if self.size < rule.most:
             raise ValueError(
                 f"The pool of sliding-window layers has {self.size} tokens; with a window of {rule.size} and pages of "
@@ -63,23 +61,16 @@ class WindowSlots:
         own = self.pool.alloc_long_runs(len(slots))
         if own is None:
             raise RuntimeError("admitted beyond what the window pool has")
-        try:
-            self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
-        except Exception:
-            self.pool.free_or_keep(own)
-            raise
+        self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
 
     def of(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots here, int64, of slots of the other pool; 0 where there is none."""
         return self.allocator.full_to_swa_index_mapping[slots]
 
     def drop(self, slots: torch.Tensor) -> None:
-        """Free what slots of the other pool have here, if they have any. What raises has changed nothing."""
+        """Free what slots of the other pool have here, if they have any."""
         if len(slots) > 0:
-            own = self.of(slots)
-            own = own[own > 0]
-            self.allocator.full_to_swa_index_mapping[slots] = 0
-            self.pool.free_or_keep(own)
+            self.allocator.free_swa(slots)
 
     def save(self, table: torch.Tensor) -> tuple[list, list]:
         """KV and window of a request, whose slots of the other pool are ``table``, in host memory."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import operator
 import os
 import struct
 import threading
@@ -72,16 +71,11 @@ class Secret:
     ):
         self._key, self._clock, self._monotonic = hashlib.sha256(key).digest(), clock, monotonic
         self._lock = threading.Lock()
-        # What an earlier process was sent, at the same port, it cannot have noted. The clock may be set later.
+        # What an earlier process was sent, at the same port, it cannot have noted.
         self._started = monotonic()
-        # Numbers that were used, and until when by either clock a message that bears them would pass. Only those of
-        # messages that were signed: nobody else can make it grow.
-        self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        # The latest time by the clock. When it has been set back: what was used before, until when that would pass, and
-        # when it was, by the other clock.
-        self._latest = clock()
-        self._used_before: set[bytes] = set()
-        self._before_until, self._set_back_at = 0.0, -LATE_S
+        # Numbers that were used, and until when, in seconds from the start, a message that bears them would pass. Only
+        # those of messages that were signed: nobody else can make it grow.
+        self._used: OrderedDict[bytes, float] = OrderedDict()
 
     def sign(self, parts: Sequence[bytes], purpose: str) -> bytes:
         """The tag of a message. purpose: what kind it is, and whom it is for."""
@@ -100,31 +94,16 @@ class Secret:
             raise ValueError("its signature is of another secret, another receiver or another message")
         with self._lock:
             now, runs_s = self._clock(), self._monotonic() - self._started
-            self._note_set_back(now, runs_s)
-            if runs_s - self._set_back_at < LATE_S:
-                # What was noted of messages that waited for long may be forgotten by now.
-                late_s = WINDOW_S
             if not now - min(late_s, runs_s + WINDOW_S) <= at <= now + WINDOW_S:
                 raise ValueError(
                     f"it was signed {now - at:.0f} s ago by this host's clock: a replay, or a clock is wrong"
                 )
-            while self._used and all(map(operator.lt, next(iter(self._used.values())), (now, runs_s))):
+            while self._used and next(iter(self._used.values())) < runs_s:
                 self._used.popitem(last=False)
-            if number in self._used or number in self._used_before:
+            if number in self._used:
                 raise ValueError("it has come before")
             # From now, not from its own time, so that the oldest stands first.
-            self._used[number] = now + WINDOW_S + LATE_S, runs_s + WINDOW_S + LATE_S
-
-    def _note_set_back(self, now: float, runs_s: float) -> None:
-        """What came before a clock was set back would pass again at its time: that stays known until then, apart."""
-        if now < self._latest - WINDOW_S:
-            self._used_before |= self._used.keys()
-            self._before_until = max(self._before_until, self._latest + WINDOW_S + LATE_S)
-            self._used.clear()
-            self._latest, self._set_back_at = now, runs_s
-        self._latest = max(self._latest, now)
-        if now > self._before_until:
-            self._used_before.clear()
+            self._used[number] = runs_s + WINDOW_S + LATE_S
 
     def _mac(self, parts: Sequence[bytes], purpose: str, at: float, number: bytes) -> bytes:
         mac = hmac.new(self._key, digestmod=hashlib.sha256)

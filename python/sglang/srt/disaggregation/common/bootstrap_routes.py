@@ -250,7 +250,7 @@ async def capabilities(
         "drops": whole and cp_size == 1 and _fronts() == 1,
     }
     answer: dict[str, Any] = {"version": 0 if shared_out else version}
-    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 1}
+    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 2}
     # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
     answer |= timeouts
     if devices:

@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, check_rank, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
 
 logger = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ class DeltaReceiver(Base):
     # Whether this backend's send_metadata takes decode_prefix_len.
     carries_prefix = False
     # When prefill was asked: the engine's.
-    init_time = SinceThen()
+    init_time: float | None = None
     # The room in the request's metadata buffer, 0 while nothing has been written since its admission.
     metadata_room: Callable[[], int] | None = None
     # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
@@ -305,7 +304,7 @@ class DeltaReceiver(Base):
         return KVPoll.Success
 
     def _is_overdue(self) -> bool:
-        return time.time() - self.init_time >= self.kv_mgr.waiting_timeout
+        return self.init_time is not None and time.time() - self.init_time >= self.kv_mgr.waiting_timeout
 
     def fail(self, reason: str) -> None:
         """Fail this request for ``reason``; the queues see it at its next poll."""

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
-from sglang.srt.disaggregation.common.wall_clock import SinceThen
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, check_decode_prefix
-from sglang.srt.disaggregation.room_notes import COMPUTED
+from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, LENGTH_SIZE, check_decode_prefix
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,7 +157,7 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
 
 
 def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
-    """The `prompt_digests` of decode's prompt, as its ranks have said them; empty where none has."""
+    """The `prompt_digests` of decode's prompt, or its length, as its ranks have said it; empty where none has."""
     return {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
 
 
@@ -169,6 +167,10 @@ def check_prompt(sender: DeltaSender) -> None:
         # The last page of decode's prompt would not be filled.
         raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
     said = said_prompts(sender.state.asked)
+    lengths = {one for one in said if len(one) == LENGTH_SIZE}
+    if any(int.from_bytes(length, "little") != sender.prompt_len for length in lengths):
+        raise ValueError(OTHER_PROMPT)
+    said -= lengths
     if not said:
         return
     own = sender.own_prompt()
@@ -184,11 +186,11 @@ Base: Any = object
 class DeltaSender(Base):
     """Sender that knows the prefix decode asked to be left out, and has one state.
 
-    `fail`, `hear`, `fail_if_refused`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
+    `fail`, `fail_if_refused`, `fail_if_overdue` and `poll` act; `has_failed` and `failure_reason` only answer.
     """
 
     # When it was made: the engine's.
-    init_time = SinceThen()
+    init_time: float | None = None
     # Tokens of the prompt.
     prompt_len: int | None = None
     # Its `prompt_digests`.
@@ -202,20 +204,28 @@ class DeltaSender(Base):
     agreed: bool = False
     # What is read from decode before it begins, if that may be; see decode_reads.py.
     reading: Any = None
-    # Whether the ranks have told each other why it has failed.
-    reason_told: bool = False
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
-        """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew."""
+        """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew.
+
+        If the room is another's, which is still here, this one has failed, and says nothing of the room to anybody.
+        """
         # Where the request is, and why it failed.
         self.state = SenderState()
         self.made_at = time.monotonic()
-        # The request that has this one's room, if that is not this one, and whether another is waiting for its own.
-        self.earlier: DeltaSender | None = mgr.rooms.begin(bootstrap_room, self) if mgr.ends_rooms else None
-        self.doubted = False
-        if self.earlier is not None and self.earlier.state.phase == Phase.WAITING:
-            self.earlier.doubted = True
+        if mgr.ends_rooms and not mgr.rooms.begin(bootstrap_room, self):
+            self.state.fail(
+                f"bootstrap_room {bootstrap_room} belongs to a request that is still being served; {OWN_ROOM}"
+            )
+            self.state.reach(Phase.CLOSED)
+        status = mgr.request_status.get(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+        if self.has_failed():
+            # The engine has noted that it begins in the place of how far the other is.
+            if status is None:
+                mgr.request_status.pop(bootstrap_room, None)
+            elif status == KVPoll.Failed:
+                mgr.update_status(bootstrap_room, status)
 
     @property
     def conclude_state(self) -> KVPoll | None:
@@ -226,9 +236,7 @@ class DeltaSender(Base):
     def conclude_state(self, outcome: KVPoll | None) -> None:
         if outcome == KVPoll.Failed:
             # As another thread or the engine has recorded.
-            reason = self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON)
-            if not self.stands_back(reason):
-                self.state.fail(reason)
+            self.state.fail(self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON))
         elif outcome == KVPoll.Success:
             self.state.succeed()
 
@@ -244,10 +252,6 @@ class DeltaSender(Base):
             return True
         with manager.rooms.lock:
             state.asked = dict(manager.transfer_infos.get(self.bootstrap_room, {}))
-        if self.doubted and names_prefix(state.asked.values()):
-            # Its prompt may be the other's.
-            self.fail(f"two requests of this bootstrap_room have come, and decode has asked for one; {OWN_ROOM}")
-            return False
         try:
             named = names_prefix(state.asked.values())
             if named:
@@ -296,47 +300,17 @@ class DeltaSender(Base):
 
     def fail(self, reason: str) -> None:
         """Fail this request, on this worker and on decode, and nothing else. The first reason stays."""
-        if not self.has_failed() and not self.stands_back(reason):
+        if not self.has_failed():
             # The engine's senders, as Mori's, look for the reason in the manager's book.
             self.kv_mgr.fail_room(self.bootstrap_room, reason)
             self.state.fail(reason)
             self.on_failure()
-
-    def stands_back(self, reason: str) -> bool:
-        """Fail this request if its room is another's that is here: what books say of the room is said of that one.
-
-        So nobody is told, and nothing is closed: decode would give away pages that are being written. Returns whether
-        that is so; without a decode worker with a radix cache, it is as in the engine.
-        """
-        manager, room, earlier = self.kv_mgr, self.bootstrap_room, self.earlier
-        if earlier is None:
-            return False
-        with manager.rooms.lock:
-            asked = names_prefix(earlier.state.asked.values())
-            waits = manager.rooms.live.get(room) is earlier and manager.rooms.hears_of_waiting
-            if not (waits or asked):
-                return False
-            if asked and not self.has_failed():
-                manager.rooms.note_behind(room, reason)
-            if room not in manager.rooms.live:
-                # What this one has begun.
-                manager.request_status.pop(room, None)
-        self.state.fail(reason)
-        self.state.reach(Phase.CLOSED)
-        return True
-
-    def fail_if_behind(self) -> None:
-        """Fail if decode has asked for another request of this room, which was here before."""
-        earlier = self.earlier
-        if earlier is not None and not self.has_failed() and names_prefix(earlier.state.asked.values()):
-            self.fail(f"another request of this bootstrap_room came before it; {OWN_ROOM}")
 
     def waits_unasked(self) -> bool:
         """Whether decode's request has not come and still may; too late for it, this one fails. For polls over NIXL.
 
         As of most in a long queue, for which nothing has been posted.
         """
-        self.fail_if_behind()
         manager, room = self.kv_mgr, self.bootstrap_room
         asked = manager.request_status.get(room) != KVPoll.Bootstrapping
         if asked or self.conclude_state is not None or room in manager.rooms.refused:
@@ -350,19 +324,10 @@ class DeltaSender(Base):
     def on_failure(self) -> None:
         """Called when it has been failed here. Backends that need not wait for the next poll override it."""
 
-    def hear(self, reason: str) -> None:
-        """Another rank knows why this request has failed. It goes on here until the engine lets go of it.
-
-        Failed before that, an engine's sender, as Mori's, would take decode for told.
-        """
-        if not self.has_failed():
-            self.kv_mgr.record_failure(self.bootstrap_room, reason)
-
     def take_reason(self, default: str = NO_REASON) -> str:
         """Why the request has failed, here or on another rank: from here on it has, and no book says why."""
-        if self.stands_back(default):
-            return self.state.reason or default
-        self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
+        if self.state.phase < Phase.CLOSED:
+            self.state.fail(self.kv_mgr.take_reason(self.bootstrap_room, default))
         return self.state.reason or default
 
     def fail_if_refused(self) -> None:
@@ -401,10 +366,9 @@ class DeltaSender(Base):
 
     def drop(self) -> None:
         """End this request well: decode has asked for nothing, and computes the prompt itself."""
-        if self.stands_back(COMPUTED):
+        if not self.state.reach(Phase.CLOSED):
             return
         manager, room = self.kv_mgr, self.bootstrap_room
-        self.state.reach(Phase.CLOSED)
         with manager.rooms.lock:
             manager.end_room(room)
             manager.forget(room)

@@ -61,7 +61,7 @@ class Capabilities:
     drafts: str = ""
     draft_model: str = ""
     reads: int = 0
-    prompts: bool = False
+    prompts: int = 0
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
@@ -101,7 +101,7 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     reads = 0 if needs_state else number("reads")
     devices = frozenset(map(str, answer.get("devices") or ()))
-    return Capabilities(version, *each, drafts, draft_model, reads, can("prompts"), *waits, all_cp_ranks, devices)
+    return Capabilities(version, *each, drafts, draft_model, reads, number("prompts"), *waits, all_cp_ranks, devices)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:

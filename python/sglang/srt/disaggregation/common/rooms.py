@@ -75,9 +75,6 @@ class Rooms:
         self.writing: dict[int, Any] = {}
         # Why a room ended, None if it ended well; the oldest are forgotten.
         self.ended: OrderedDict[int, str | None] = OrderedDict()
-        # Why a request has ended that came while its room was another's, until there is a new one: decode, done with
-        # the first, may ask for it. The oldest are forgotten.
-        self.behind: OrderedDict[int, str] = OrderedDict()
         # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
         self.refused: OrderedDict[int, str] = OrderedDict()
         # Live senders that decode has given up, or is gone from, and that have not answered it.
@@ -97,29 +94,23 @@ class Rooms:
         # Up to when all that decode has said is in these books.
         self.pulse = Pulse()
 
-    def begin(self, room: int, sender: Any) -> Any:
-        """A request is here. One of its room that had ended is forgotten.
+    def begin(self, room: int, sender: Any) -> bool:
+        """Whether a request that has come has its room, and what had ended of that is forgotten.
 
-        Returns the sender of one that has not: the room stays that one's. None if there is none.
+        Not if the room is that of one that has not ended, and stays so.
         """
         with self.lock:
-            earlier = self.holder(room)
-            if earlier is None:
-                self.live[room] = sender
-                self.behind.pop(room, None)
-                self.reopen(room)
-        return earlier
+            if self.holder(room) is not None:
+                return False
+            self.live[room] = sender
+            self.reopen(room)
+        return True
 
     def holder(self, room: int) -> Any:
         """The sender of the request that has this room: it is live, or being written. None if there is none."""
         writing = self.writing.get(room)
         # Decode may have had all of it before that was seen here.
         return writing if writing is not None and writing.is_writing() else self.live.get(room)
-
-    def note_behind(self, room: int, reason: str) -> None:
-        """A request of ``room`` has ended for ``reason``, and its books are those of one that decode has asked for."""
-        with self.lock:
-            remember(self.behind, room, reason, REMEMBERED_ROOMS)
 
     def written(self, room: int, sender: Any) -> None:
         """Nothing is being written any more for a request of ``room``."""
@@ -204,8 +195,6 @@ class Rooms:
             if unfit is not None:
                 return Judged(Verdict.REFUSED, unfit)
             ended = self.failure(room)
-            if ended is None and before is None:
-                ended = self.behind.get(room)
             if ended is not None and info.names_prefix:
                 return Judged(Verdict.TOO_LATE, ended)
             if in_the_way is not None and not asked and info.names_prefix:

@@ -26,7 +26,7 @@ QUEUED = b"queued"
 DIGEST = b"digest"
 # Frame behind that: what prefill may read follows in two more.
 OFFER = b"offer"
-# Last frame but one of decode's request for KV; behind it stands `prompt_digest` of its prompt.
+# Last frame but one of decode's request for KV; behind it stands `prompt_digests` of its prompt, or its length.
 PROMPT = b"prompt"
 # Frames of the engine's own request for KV; those of the prefix come behind them.
 ENGINE_FRAMES = 8

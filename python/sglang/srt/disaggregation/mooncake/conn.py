@@ -340,7 +340,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
     def abort(self) -> None:
         """Notifies decode of the abort; a request that has failed is not aborted."""
-        if self.has_failed() or self.stands_back("aborted on prefill"):
+        if self.has_failed():
             return
         super().abort()
         self._tell("aborted on prefill")
@@ -362,7 +362,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         """
         if self.agreed:
             return KVPoll.WaitingForInput
-        self.fail_if_behind()
         rooms = self.kv_mgr.rooms
         # That it waits may have been said while this worker stood still.
         said = self.bootstrap_room in rooms.waiting or (rooms.hears_of_waiting and rooms.pulse.is_behind())

@@ -415,7 +415,7 @@ class NixlKVSender(engine.NixlKVSender):
 
     def abort(self) -> None:
         """An abort comes too late when everything has been posted, or the request has failed."""
-        if not (self.has_sent or self.has_failed() or self.stands_back("aborted on prefill")):
+        if not (self.has_sent or self.has_failed()):
             super().abort()
 
     def _states(self) -> list[str]:

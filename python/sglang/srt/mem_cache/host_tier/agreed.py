@@ -1,8 +1,8 @@
 """How TP ranks keep the list of saves under way the same, within the reduction that transfers need anyway.
 
-What the trees of the ranks hold may differ, after an error on one of them, until the next step of admission finds out.
-So nothing that is polled goes by it: a save that a rank has begun is polled from the next step on, if all have begun
-the same. That they tell each other with a digest, as bytes and the bytes' complements: the least of both add up to 255
+What the trees of the ranks hold could differ until the next step of admission finds out. So nothing that is polled goes
+by it: a save that a rank has begun is polled from the next step on, if all have begun the same. That they tell each
+other with a digest, as bytes and the bytes' complements: the least of both add up to 255
 where all are the same. It is reduced while something may be to come, which is so on all ranks after each insert.
 
 Upstream: none is known.
@@ -61,8 +61,8 @@ class SavesStep:
             self._saves.take(self._begun)
         elif self._digest:
             logger.error(
-                "TP ranks differ in what they would copy to host memory, after an error on one of them. What was to be "
-                "copied on this rank, %d begun and %d to come, is copied when it is used again.",
+                "TP ranks differ in what they would copy to host memory. What was to be copied on this rank, %d begun "
+                "and %d to come, is copied when it is used again.",
                 len(self._begun),
                 len(self._saves.to_come),
             )

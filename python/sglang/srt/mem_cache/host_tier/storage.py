@@ -105,10 +105,6 @@ class HostStorage:
 
     # ---- ends ----
 
-    def give_up(self) -> None:
-        """Ranks differ, and all come here: requests go on without it."""
-        self.fetches.give_up()
-
     def forget(self) -> None:
         """Host memory is about to be emptied. What is stored stays."""
         self.fetches.forget()

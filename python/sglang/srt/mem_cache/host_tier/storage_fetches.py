@@ -263,7 +263,7 @@ class Fetches:
         self._threads.read(lambda buffer, beat: read_pages(fetch, self._threads, names, pages, buffer, beat))
 
     def give_up(self) -> None:
-        """Ranks differ, and all come here: the requests that wait go on."""
+        """It is used no more: the requests that wait go on."""
         for fetch in self.open[:]:
             self._close(fetch, 0)
 

@@ -158,13 +158,6 @@ class HostTier:
 
     # ---- ends ----
 
-    def drop_unlocked(self) -> None:
-        """Ranks differ, and all come here: end all saves, and evict what no request has locked."""
-        self.saves.give_up(self.saves.under_way)
-        if self.storage is not None:
-            self.storage.give_up()
-        self.host.drop_unlocked()
-
     def reset(self) -> None:
         """The device's tree is reset: so is this one, when all copies have ended."""
         self.memory.wait()

@@ -127,12 +127,6 @@ class HostTierRadixCache(DecodeRadixCache):
     def is_saved_first(self, node: TreeNode) -> bool:
         return self.tier is not None and self.tier.saves.is_next(node)
 
-    def drop_unlocked(self) -> None:
-        """Of both trees, and with it what is being saved, which would go on to differ."""
-        if self.tier is not None:
-            self.tier.drop_unlocked()
-        super().drop_unlocked()
-
     def reset(self) -> None:
         """Resets both trees, when copies have ended."""
         if self.tier is not None:
