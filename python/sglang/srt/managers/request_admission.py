@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.request_checks import (
     MAX_SAMPLES,
@@ -26,21 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["RequestAdmission", "check_route"]
-
-
-def check_route(args: ServerArgs, route: str) -> None:
-    """Raise HTTPException, of status 400, on decode with the flag: requests of ``route`` lose their room.
-
-    The engine makes a request of its own of what such a route is sent, without the fields by which a router brings
-    prefill and decode together, and says 500, or nothing, of the refusal that follows. A router gives decode's answer.
-    """
-    if args.disaggregation_decode_enable_radix_cache:
-        raise HTTPException(
-            HTTPStatus.BAD_REQUEST,
-            f"{route} is not served with PD disaggregation: the engine drops the bootstrap_room of its requests. Use "
-            "/v1/chat/completions, /v1/completions or /generate.",
-        )
+__all__ = ["RequestAdmission"]
 
 
 @dataclass(frozen=True)
