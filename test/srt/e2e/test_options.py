@@ -304,14 +304,6 @@ def test_a_rid_in_use_leaves_nobody_waiting(door):
     assert any("Duplicate request IDs" in reply.text for pair in replies for reply in pair)
 
 
-@pytest.mark.parametrize("more", [{"echo": True}, {}, {"echo": True, "stream": True}])
-def test_completions_with_logprobs_0(door, more):
-    body = {"model": "m", "prompt": "ready ready", "max_tokens": 4, "temperature": 0, "logprobs": 0, **more}
-    prefill, decode = door.ask(body, "/v1/completions")
-    assert decode.status_code == prefill.status_code == 200, decode.text
-    assert '"error"' not in decode.text
-
-
 def test_a_stream_interval_of_0_is_none(door):
     for params in ({"stream_interval": 0}, {"stream_interval": "1"}):
         _, decode = door.ask(door.sampling(**params))
