@@ -88,7 +88,7 @@ SAMPLING = {
 REQUEST = {
     "rid": (["a", None], [f"{HEALTH_CHECK_RID_PREFIX}_of_mine"]),
     "logprob_start_len": ([-1, 0, 5, None], [-2]),
-    "top_logprobs_num": ([0, 100, None], [-1, 101, 2**31]),
+    "top_logprobs_num": ([0, 100, None], [-1, 101, 2**31, [], [1]]),
     "token_ids_logprob": ([[0, 99], [], None], [[100], [-1]]),
     "custom_logit_processor": (["a", [], None], [["a"]]),
     "lora_path": (["a", "", [], None], [["a"], [None]]),

@@ -142,11 +142,11 @@ def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool, *
     keyed: whether KV is kept under the request's key, by its priority. Its prompt is for `check_prompt`, and its
     sampling parameters for `check_sampling`.
     """
-    for name in ("custom_logit_processor", "lora_path", *(("extra_key",) if keyed else ())):
+    for name in ("custom_logit_processor", "lora_path", "top_logprobs_num", *(("extra_key",) if keyed else ())):
         value = getattr(obj, name)
-        # An empty one is none to the engine, but as a key.
-        if isinstance(value, list) and (value or name == "extra_key"):
-            raise ValueError(f"{name} must be a string, or for several prompts a list with one for each.")
+        # An empty one is none to the engine, but as a number or a key.
+        if isinstance(value, list) and (value or name in ("top_logprobs_num", "extra_key")):
+            raise ValueError(f"{name} must be one value, or for several prompts a list with one for each.")
     if keyed and not -INT64 - 1 <= (obj.priority or 0) <= INT64:
         raise ValueError("priority must be a whole number of 64 bits.")
     # Of all in a batch of which one asks for logprobs.
