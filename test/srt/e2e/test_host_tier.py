@@ -12,7 +12,6 @@ import pytest
 import requests
 from conftest import BACKENDS
 from pd import FLAG, TP2, Pair, ask, conversations, counter, pools, wait_idle, words
-from rolling import wait
 from test_dp_attention import DP2
 
 from sglang_pd_radix.tools.cluster import Cluster
@@ -214,8 +213,7 @@ def test_two_workers_share_a_storage(clusters, answers, backend, kind, stored):
     for pair in send.pairs:
         pair.check_idle()
         assert all(pool["host"]["storage"]["late"] == 0 for pool in pools(pair.decode_url))
-        # Metrics are written once a second.
-        wait(lambda url=pair.decode_url: counter(url, "sglang:decode_storage_fetched_tokens_total") > 0, 10)
+        assert any(pool["host"]["storage"]["fetched"] for pool in pools(pair.decode_url))
     # After a flush it is all there; when it has been cleared, nothing is.
     first = send.pairs[0]
     prompt = words(random.Random(7), 100)

@@ -135,7 +135,7 @@ ASKED = [Phase.HANDSHAKE, Phase.READY, Phase.ADMITTED, Phase.ASKED]
 def test_the_phases_of_a_request(phases: dict[str, list[Phase]]):
     world = World()
     fine, fails, refused = queue(world, tokens(1, 9), tokens(2, 9), tokens(3, 9))
-    refused.req.sampling_params.n = 2
+    refused.kv_receiver.abort()
     assert fine.phase is Phase.HANDSHAKE and fine.entry is None
     world.step()
     assert refused not in world.queue.queue and aborted(refused.req)

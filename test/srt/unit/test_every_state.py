@@ -623,22 +623,6 @@ def test_a_request_ends_alone_and_is_told_once(bench: Bench, state: Callable, ca
     bench.assert_books_closed()
 
 
-@pytest.mark.parametrize("state", [pending, shaken, short_of_memory])
-def test_parallel_sampling_is_refused_wherever_it_waits(bench: Bench, state: Callable):
-    req, other = state(bench), bench.arrive(bench.other_host)
-    req.sampling_params.n = 2
-    if bench.entry(req).waiting_for_input:
-        # As it was when it was looked at.
-        bench.entry(req).waiting_for_input = False
-    if state is pending:
-        bench.remember_prefill()
-    make_room(bench)
-    bench.drain()
-    assert bench.told(req) == 1 and "n must be 1" in req.finished_reason.message
-    assert bench.finished[other.rid] == 1
-    bench.assert_books_closed()
-
-
 # ---- nothing of the code is left out ----
 
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
-from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from sglang.srt.entrypoints.openai.utils import process_cached_tokens_details_from_ret
 from sglang.srt.managers import samples, tokenizer_manager
@@ -52,17 +48,15 @@ def client(monkeypatch):
 
     def connect(flag: bool) -> TestClient:
         manager = Worker(flag)
-        chat, responses, score = map(object.__new__, (OpenAIServingChat, OpenAIServingResponses, OpenAIServingScore))
-        for serving in (chat, responses, score):
+        chat, score = map(object.__new__, (OpenAIServingChat, OpenAIServingScore))
+        for serving in (chat, score):
             serving.tokenizer_manager = manager
         chat._validate_request = lambda request: None
         asked = GenerateReqInput(input_ids=[1, 2, 3], sampling_params={})
         chat._convert_to_internal_request = lambda request, raw=None: (asked, request)
         monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=manager))
         state = http_server.app.state
-        state.ollama_serving, state.anthropic_serving = OllamaServing(manager), AnthropicServing(chat)
-        state.openai_serving_chat, state.openai_serving_responses = chat, responses
-        state.openai_serving_score = score
+        state.openai_serving_chat, state.openai_serving_score = chat, score
         return TestClient(http_server.app, raise_server_exceptions=False)
 
     return connect
@@ -73,32 +67,7 @@ def ask(client: TestClient, path: str, request: dict) -> tuple[int, str]:
         return reply.status_code, b"".join(reply.iter_raw()).decode()
 
 
-LOSE_THE_ROOM = {
-    "/v1/messages": {"model": "m", "max_tokens": 4, "messages": MESSAGES},
-    "/v1/responses": {"model": "m", "input": "hello"},
-    "/api/chat": {"model": "m", "messages": MESSAGES},
-    "/api/generate": {"model": "m", "prompt": "hello"},
-}
 ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 11}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", LOSE_THE_ROOM)
-def test_a_route_that_loses_the_room_is_refused_with_the_reason(client, path, stream):
-    """Also where a router has put the room into the request."""
-    for room in ({}, ROOM):
-        status, said = ask(client(True), path, {**LOSE_THE_ROOM[path], "stream": stream, **room})
-        assert status == 400 and "is not served with PD disaggregation" in said and "/v1/chat/completions" in said
-
-
-def test_such_a_route_answers_as_the_engines_without_the_flag(client):
-    logging.disable(logging.CRITICAL)
-    try:
-        for path in ("/v1/messages", "/api/chat", "/api/generate"):
-            status, said = ask(client(False), path, {**LOSE_THE_ROOM[path], "stream": False})
-            assert status == 500 and "bootstrap_room" not in said
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +81,6 @@ def test_such_a_route_answers_as_the_engines_without_the_flag(client):
 def test_a_request_without_a_room_is_refused_with_the_reason(client, path, request_):
     status, said = ask(client(True), path, request_)
     assert status == 400 and "bootstrap_room is missing" in said
-
-
-def test_a_prompt_that_is_empty_needs_no_room(client):
-    """Ollama's clients begin with one."""
-    status, said = ask(client(True), "/api/generate", {"model": "m", "prompt": "", "stream": False})
-    assert status == 200 and json.loads(said)["done"]
 
 
 def test_a_stream_of_samples_says_why_prefill_cannot_be_told(client):

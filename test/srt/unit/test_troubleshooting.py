@@ -72,7 +72,6 @@ NO_USERS = {
     "is of staging buffers, which this worker does not use",
     "it does not start with",
     "it says that it has",
-    "rid must be a string",
     "module ",
     "__all__",
 }

@@ -232,33 +232,22 @@ def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
         if poll == FAILED:
             failed += _fail(decode_req)
         elif poll == WAITING:
-            n = decode_req.req.sampling_params.n
-            if n > 1:
-                # Its samples would be requests of one room. Refused only now that its prefill can be told, which
-                # would wait for it for ever.
-                decode_req.kv_receiver.abort()
-                failed += _fail(decode_req, f"n is {n}. With PD disaggregation n must be 1: send the request n times.")
-            else:
-                decode_req.advance(READY)
-                decode_req.req.time_stats.set_bootstrap_done_time()
+            decode_req.advance(READY)
+            decode_req.req.time_stats.set_bootstrap_done_time()
         elif poll != BOOTSTRAPPING:
             decode_req.lose("prefill says that it has sent what it has not been asked for")
     return failed
 
 
-def _fail(decode_req: DecodeRequest, refusal: str | None = None) -> bool:
-    """Abort a request before its admission, unless it has been; returns whether that was done.
-
-    refusal: what is wrong with the request itself, if anything.
-    """
+def _fail(decode_req: DecodeRequest) -> bool:
+    """Abort a request before its admission, unless it has been; returns whether that was done."""
     req = decode_req.req
     if decode_req.is_aborted:
         return False
     reason = decode_req.failure_reason()
     message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
-    message, status = refusal or message, HTTPStatus.BAD_REQUEST if refusal else HTTPStatus.INTERNAL_SERVER_ERROR
     logger.error(message)
-    prepare_abort(req, message, status_code=status)
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     if isinstance(decode_req.kv_receiver, CommonKVReceiver):
         # Prefill would wait for this request's message for ever.
         decode_req.cancel()

@@ -108,7 +108,7 @@ class DecodeRead:
         self.slow = False
         # The decode rank that offers KV of other weights, by its agent's name.
         self.unlike: str | None = None
-        self.began_at, self.posted_at, self.began_in = 0.0, 0.0, 0
+        self.posted_at, self.began_in = 0.0, 0
         # When it was last seen under way, and whether nothing is written to its pages any more.
         self.seen_at, self.is_over = 0.0, True
 
@@ -333,7 +333,7 @@ class DecodeReads:
             self._counters.ended("memory")
             return False
         read.target = Target(node, own, slots)
-        read.began_at, read.began_in = time.monotonic(), self._turn
+        read.began_in = self._turn
         self.reading.append(read)
         self.post(read)
         return True
@@ -369,7 +369,7 @@ class DecodeReads:
         tree.dec_lock_ref(node)
         self.held.append(Held(req, last, len(slots)))
         read.target = None
-        self._counters.ended("read", len(slots), time.monotonic() - read.began_at)
+        self._counters.ended("read", len(slots))
 
     def abandon(self, read: DecodeRead) -> None:
         """The request goes on without it, or has ended. Its pages are given back when nothing is written to them."""

@@ -21,7 +21,7 @@ from sglang.srt.managers import samples
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.request_admission import RequestAdmission
-from sglang.srt.managers.request_checks import check_labels, check_names, check_types, stop_tokens
+from sglang.srt.managers.request_checks import check_labels, check_sampling, check_types, stop_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,9 @@ class CheckedRequests(Base):
         """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
-        amend = vars(obj).pop("amend", None)
         try:
             self._give_types(obj, request)
             async for out in super().generate_request(obj, request):
-                for item in (out if isinstance(out, list) else [out]) if amend else ():
-                    amend(item)
                 yield out
         except samples.SamplesHaveRooms:
             raise
@@ -106,10 +103,8 @@ class CheckedRequests(Base):
 
     def _give_types(self, obj, request) -> None:
         """Raise ValueError for a field of another type, where FastAPI has not looked. With rooms for samples it has
-        been looked at, and has fields of the engine's own forms. A server by itself takes what it can use of any."""
-        if not isinstance(obj, GenerateReqInput) or self.disaggregation_mode == DisaggregationMode.NULL:
-            return
-        if not obj.samples and _has_no_types(request):
+        been looked at, and has fields of the engine's own forms."""
+        if isinstance(obj, GenerateReqInput) and not obj.samples and _has_no_types(request):
             check_types(obj)
 
     async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:
@@ -123,7 +118,7 @@ class CheckedRequests(Base):
                 self.abort_request(rid)
 
     def _validate_rid_not_in_flight(self, obj) -> None:
-        """Adds the checks of all options: here each prompt has its own, and nothing is kept of them yet."""
+        """Adds the checks of a request: here each prompt has its own options, and nothing is kept of them yet."""
         super()._validate_rid_not_in_flight(obj)
         if not isinstance(obj, GenerateReqInput):
             return
@@ -148,21 +143,21 @@ class CheckedRequests(Base):
         )
 
     def _validate_one_request(self, obj, input_ids) -> None:
-        """Adds the scheduler's limit, which it would find only after the handshake, and options that nobody knows.
-
-        A processor of images or sound has taken out by now what is for it alone.
-        """
+        """Adds the scheduler's limit, which it would find only after the handshake."""
         super()._validate_one_request(obj, input_ids)
-        if not isinstance(obj, GenerateReqInput):
-            return
-        check_names(obj.sampling_params)
-        if input_ids is not None:
+        if isinstance(obj, GenerateReqInput) and input_ids is not None:
             self._admission().check_prompt(obj, input_ids)
 
     def _create_tokenized_object(self, obj, *args, **kwargs):
-        """Drops stop tokens outside the vocabulary: for those the engine makes indices that the logits do not have."""
+        """Adds the checks of sampling parameters, and drops stop tokens outside the vocabulary.
+
+        For those the engine makes indices that the logits do not have.
+        """
         tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
         params = tokenized_obj.sampling_params
+        if isinstance(obj, GenerateReqInput):
+            deterministic = self.server_args.enable_deterministic_inference
+            check_sampling(params, self.model_config.vocab_size, stream=obj.stream, deterministic=deterministic)
         params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
         return tokenized_obj
 

@@ -28,7 +28,7 @@ class GenerateReqInput(engine.GenerateReqInput):
     announced = False
 
     def normalize_batch_and_arguments(self) -> None:
-        """A batch that cannot be split is the client's error; gives a name to a request whose name is empty.
+        """Refuses samples by the million, and gives a name to a request whose name is empty.
 
         By that, its client would abort all requests when it leaves: a worker aborts those whose name begins with it.
         """
@@ -43,17 +43,11 @@ class GenerateReqInput(engine.GenerateReqInput):
         many = isinstance(self.rid, list)
         named = [uuid.uuid4().hex if rid == "" else rid for rid in (self.rid if many else [self.rid])]
         self.rid = named if many else named[0]
-        try:
-            super().normalize_batch_and_arguments()
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as e:
-            raise ValueError(f"The request cannot be read: {type(e).__name__}: {e}") from e
+        super().normalize_batch_and_arguments()
 
     def __getitem__(self, i: int) -> GenerateReqInput:
         """Adds the prompt's own key; the engine gives all of them to each, and so does this where they do not fit."""
-        try:
-            item = super().__getitem__(i)
-        except (IndexError, KeyError, TypeError) as e:
-            raise ValueError(f"The request has no entry {i} in one of its lists: {e}") from e
+        item = super().__getitem__(i)
         # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
         announcement = getattr(self, "announcement", None)
         if announcement is not None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.request_checks import (
     MAX_SAMPLES,
     check_embeds,
-    check_names,
     check_prompt,
     check_request,
     check_without_tokenizer,
@@ -26,21 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["RequestAdmission", "check_route"]
-
-
-def check_route(args: ServerArgs, route: str) -> None:
-    """Raise HTTPException, of status 400, on decode with the flag: requests of ``route`` lose their room.
-
-    The engine makes a request of its own of what such a route is sent, without the fields by which a router brings
-    prefill and decode together, and says 500, or nothing, of the refusal that follows. A router gives decode's answer.
-    """
-    if args.disaggregation_decode_enable_radix_cache:
-        raise HTTPException(
-            HTTPStatus.BAD_REQUEST,
-            f"{route} is not served with PD disaggregation: the engine drops the bootstrap_room of its requests. Use "
-            "/v1/chat/completions, /v1/completions or /generate.",
-        )
+__all__ = ["RequestAdmission"]
 
 
 @dataclass(frozen=True)
@@ -83,22 +66,13 @@ class RequestAdmission:
             self.model.vocab_size,
             disaggregated,
             keyed=disaggregated or args.enable_pegaflow,
-            deterministic=args.enable_deterministic_inference,
         )
-        if not self.is_processed(item):
-            check_names(item.sampling_params)
         if not self.has_tokenizer:
             check_without_tokenizer(item.sampling_params, self.mode != DisaggregationMode.PREFILL)
         if item.input_ids is not None:
             self.check_prompt(item, item.input_ids)
         elif item.text is None and args.disable_radix_cache:
             check_embeds(item.input_embeds, self.model.hidden_size)
-        elif item.text is None and args.disaggregation_decode_enable_radix_cache:
-            # The engine would advise an option that goes with no flag.
-            raise ValueError(
-                "input_embeds cannot be used with --disaggregation-decode-enable-radix-cache: its tree goes by tokens. "
-                "Send text or input_ids, or use a decode worker without it."
-            )
         if disaggregated and args.disaggregation_transfer_backend != "fake":
             self._check_pair(item)
 
@@ -113,13 +87,9 @@ class RequestAdmission:
                 raise ValueError(f"{name} is missing: send the request to the router, which names a prefill.")
         self.check_room(item.bootstrap_room)
 
-    def is_processed(self, item: GenerateReqInput) -> bool:
-        """Whether a processor of images or sound makes another prompt of this one, and other options."""
-        return bool(self.processor and item.contains_mm_input())
-
     def check_prompt(self, item: GenerateReqInput, input_ids: Any) -> None:
         """Raise ValueError for a prompt, as tokens, that the scheduler would not take."""
-        if self.is_processed(item):
+        if self.processor and item.contains_mm_input():
             # Places of images are no tokens, and their number is known later.
             return
         if item.session_params and not input_ids:

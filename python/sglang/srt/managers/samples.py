@@ -129,10 +129,7 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
 
     rid: what the client has called it. A prompt's samples are called by it and their number, in as many digits as the
     greatest needs, so that none begins with another.
-    Raises ValueError where a list is too short, and for a rid that is none.
     """
-    if not all(isinstance(one, str) and one for one in (rid if isinstance(rid, list) else [rid or "none"])):
-        raise ValueError(f"rid must be a string that is not empty, got {rid!r:.80}.")
     prompts, n = obj.batch_size, obj.parallel_sample_num
     exact = {"extra_key": prompts, "lora_path": prompts * n}
     for name in _LISTS:
@@ -141,8 +138,6 @@ def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
         if isinstance(values, list) and (values or name.startswith("bootstrap_")):
             if len(values) != exact.get(name, len(values)):
                 raise ValueError(f"{name} must have an entry for each of the {prompts} prompts.")
-            if len(values) < prompts:
-                raise ValueError(f"The request has no entry {len(values)} in one of its lists: {name}")
             # Where the engine has an entry for each sample, it has all prompts, n times.
             setattr(obj, name, [values[prompt] for prompt in range(prompts) for _ in range(n)])
     obj.sampling_params = [{**params, "n": 1} for params in obj.sampling_params]

@@ -82,7 +82,7 @@ class SchedulerGaugesMixin(Base):
         gauges.write_copying(kept_for_copies(tree))
         if tree.tier is not None:
             host = tree.tier.state()
-            counters.host(host)
+            counters.host_loaded(host["loaded"])
             # The engine's own gauges.
             self.stats.hicache_host_total_tokens = host["size"]
             self.stats.hicache_host_used_tokens = host["size"] - host["available"]

@@ -143,8 +143,8 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             self._give_types(obj, request)
             obj.normalize_batch_and_arguments()
             samples.give_rooms(obj, as_sent.rid)
-        except ValueError as e:
-            self._tell_peer(as_sent, str(e), at_fault=blames_request(e))
+        except Exception as e:
+            self._tell_peer(as_sent, reason_of(e), at_fault=blames_request(e))
             raise
         own = samples.names_of(as_sent.rid, obj.rid, self.rids_of_samples)
         self.rids_of_samples |= own

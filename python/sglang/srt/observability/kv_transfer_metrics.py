@@ -5,7 +5,6 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ class KvTransferCounters:
         return cls._made[key]
 
     def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None, answers=True):
-        self.enabled, self._counts_requests, self._host_totals = enabled, enabled and answers, dict[str, int]()
+        self.enabled, self._counts_requests, self._host_loaded = enabled, enabled and answers, 0
         if not enabled:
             return
         # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
@@ -110,11 +109,6 @@ class KvTransferCounters:
             self._held = counter("decode_itl_held_requests", "Times that the target held back whose turn it was.")
             self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
-            self._host_saved = counter("decode_host_saved_tokens", "Tokens whose KV was copied to host memory.")
-            self._dropped = counter("decode_host_dropped_tokens", "Tokens not copied there: others held all of it.")
-            self._unsaved = counter("decode_host_evicted_unsaved_tokens", "Tokens evicted before they were copied.")
-            self._fetched = counter("decode_storage_fetched_tokens", "Tokens that a storage brought to host memory.")
-            self._written = counter("decode_storage_written_tokens", "Tokens of host memory written to a storage.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -202,21 +196,11 @@ class KvTransferCounters:
         if self._counts_requests:
             self._overtaken.inc(num_requests)
 
-    def host(self, totals: Mapping[str, Any]) -> None:
-        """What a host tier has copied since the start, in tokens, and under ``storage`` what is below it."""
-        if not self._counts_requests:
-            return
-        counted = {
-            "loaded": self._loaded,
-            "saved": self._host_saved,
-            "dropped": self._dropped,
-            "evicted_unsaved": self._unsaved,
-        }
-        stored = {"fetched": self._fetched, "written": self._written}
-        for made, now in (counted, totals), (stored, totals.get("storage", {})):
-            for name in now.keys() & made:
-                made[name].inc(now[name] - self._host_totals.get(name, 0))
-                self._host_totals[name] = now[name]
+    def host_loaded(self, tokens: int) -> None:
+        """What has come from host memory since the start."""
+        if self._counts_requests:
+            self._loaded.inc(tokens - self._host_loaded)
+            self._host_loaded = tokens
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

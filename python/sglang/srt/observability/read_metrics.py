@@ -32,14 +32,12 @@ class ReadCounters:
 
             reads = counter("prefill_reads", "Reads of a prompt's KV from decode, by outcome.", by=("outcome",))
             tokens = counter("prefill_read_tokens", "Prompt tokens whose KV was read from decode.")
-            seconds = counter("prefill_read_seconds", "Time that requests waited for what was read, summed.")
             # Shown from the start: of a counter that begins at 1, no increase is seen.
             self._ended = {outcome: reads.labels(**labels, outcome=outcome) for outcome in OUTCOMES}
-            self._tokens, self._seconds = tokens.labels(**labels), seconds.labels(**labels)
+            self._tokens = tokens.labels(**labels)
 
-    def ended(self, outcome: str, num_tokens: int = 0, seconds: float = 0.0) -> None:
+    def ended(self, outcome: str, num_tokens: int = 0) -> None:
         """A read has ended, or could not begin. outcome: one of `OUTCOMES`. num_tokens: that it brought."""
         if self._labels:
             self._ended[outcome].inc()
             self._tokens.inc(num_tokens)
-            self._seconds.inc(seconds)

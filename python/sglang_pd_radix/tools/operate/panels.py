@@ -270,10 +270,4 @@ SECTIONS = {
 ON_NO_PANEL: dict[str, str] = {
     "sglang:prefill_read_tokens_total": "of an option that is off by default; docs/deploy.md says what to look for",
     "sglang:prefill_reads_total": "of an option that is off by default; docs/deploy.md says what to look for",
-    "sglang:prefill_read_seconds_total": "part of what prefill's time to a request's first step shows",
-    "sglang:decode_host_saved_tokens_total": "what comes back from host memory says whether it is worth it",
-    "sglang:decode_storage_fetched_tokens_total": "part of what comes back from host memory",
-    "sglang:decode_storage_written_tokens_total": "what is fetched says whether it is worth it",
-    "sglang:decode_host_dropped_tokens_total": "host memory that is full shows under the free part of each pool",
-    "sglang:decode_host_evicted_unsaved_tokens_total": "how much of a pool one admission takes says why",
 }
