@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sglang.srt import server_args
 from waiting import until
 
 from sglang_pd_radix.errors import PdRadixError
@@ -138,6 +140,12 @@ def fakes(mark):
     return found
 
 
+@pytest.fixture(autouse=True)
+def no_host_of_models(monkeypatch):
+    """Here a name may be that of a model."""
+    monkeypatch.setattr(up.hosted_model, "check", lambda name: None)
+
+
 def parse(*arguments):
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)
@@ -149,14 +157,49 @@ def parse(*arguments):
 
 def test_option_groups_are_split_as_a_shell_would():
     args = parse(
-        "--model-path", "m/x", "--prefill", "2", "--decode-args", "--one-flag", "--prefill-args", "--a 'b c' --d=1",
-        "--common-args=--x 1", "--", "--page-size", "16", "--decode-args",
+        "--model-path", "m/x", "--prefill", "2", "--decode-args", "--enable-lora",
+        "--prefill-args", "--revision 'b c' --tp=1", "--common-args=--random-seed 1", "--log-level", "info",
+        "--", "--page-size", "16",
     )  # fmt: skip
     cluster = up.cluster_from(args)
     assert (args.prefill, args.decode) == (2, 1)
-    assert cluster.spec.args_of["prefill"] == [["--a", "b c", "--d=1"]] * 2
-    assert cluster.spec.args_of["decode"] == [[cluster_module.RADIX_FLAG, "--one-flag"]]
-    assert cluster.spec.common_args == ["--x", "1", "--page-size", "16", "--decode-args"]
+    assert cluster.spec.args_of["prefill"] == [["--revision", "b c", "--tp=1"]] * 2
+    assert cluster.spec.args_of["decode"] == [[cluster_module.RADIX_FLAG, "--enable-lora"]]
+    # Ours come first, so that the user's win.
+    ours = ["--served-model-name", "m/x", "--enable-metrics", "--enable-cache-report"]
+    assert cluster.spec.common_args == [*ours, "--random-seed", "1", "--log-level", "info", "--page-size", "16"]
+
+
+def test_a_deployment_shows_what_its_cache_does(tmp_path, monkeypatch):
+    """Unless the user has it otherwise."""
+    monkeypatch.delenv("SGLANG_DISAGGREGATION_ENDED_REQUESTS", raising=False)
+
+    def planned(*arguments):
+        made = up.cluster_from(parse("--model-path", str(directory), "--log-dir", str(tmp_path), *arguments))
+        return [process for process in made.plan() if process.is_worker]
+
+    directory = tmp_path / "a:model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    for worker in planned():
+        assert {"--enable-metrics", "--enable-cache-report"} <= {*worker.command}
+        assert worker.env["SGLANG_DISAGGREGATION_ENDED_REQUESTS"] == "1000"
+        # The engine keeps colons for adapters.
+        assert option_value(worker.command, "--served-model-name") == "a-model"
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "7")
+    for worker in planned("--served-model-name", "mine"):
+        assert worker.env["SGLANG_DISAGGREGATION_ENDED_REQUESTS"] == "7"
+        assert option_value(worker.command, "--served-model-name") == "mine"
+
+
+def test_the_backends_with_a_prefix_cache_are_those_of_the_patch_set():
+    theirs = server_args.ServerArgs._check_decode_radix_cache.__globals__
+    assert up.DELTA_BACKENDS == theirs["DELTA_BACKENDS"]
+
+
+def test_the_router_of_localhost_is_on_the_loopback_address(tmp_path):
+    made = up.cluster_from(parse("--model-path", "m/x", "--log-dir", str(tmp_path), "--host", "localhost"))
+    assert made.spec.host == "127.0.0.1"
 
 
 def test_radix_flag_is_added_once_and_only_if_wanted():
@@ -189,7 +232,7 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "m/x", "--port", "70000"], "give 1 to 65535"),
         (["--model-path", "m/x", "--host", "203.0.113.9"], "^--host 203.0.113.9: "),
         (["--model-path", "m/x", "--host", "no such host"], "^--host no such host: "),
-        (["--model-path", "m/x", "--host", "localhost"], "^--host localhost: give an IP address"),
+        (["--model-path", "m/x", "--common-args", cluster_module.RADIX_FLAG], "is for decode workers alone"),
         (["--model-path", "m/x", "--router-args", "--port 29999"], "--port is set by .* options of the router"),
         (["--model-path", "m/x", "--router-args=--decode=http://x:1"], "--decode is set by"),
         (["--model-path", "~nobody-at-all/x"], "no model at ~nobody-at-all/x"),
@@ -736,7 +779,7 @@ def start_up(fake, tmp_path, *arguments):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_everything(fake, tmp_path, signum):
-    process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--flag")
+    process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--enable-lora")
     until((tmp_path / "up.json").exists, "no JSON file")
     document = json.loads((tmp_path / "up.json").read_text())
     assert document["owner_pid"] == process.pid and http(document["router_url"] + "/readiness")[0] == 200
@@ -744,7 +787,12 @@ def test_signal_ends_everything(fake, tmp_path, signum):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
-    assert len(lines) == 5 and lines[-1] == f"ready: {document['router_url']}"
+    assert lines[4] == f"ready: {document['router_url']}"
+    workers = [entry["url"].partition("//")[2] for entry in document["processes"] if entry["role"] != "router"]
+    assert lines[5] == "model: model" and lines[7:] == [f"watch: pd-radix top {' '.join(workers)}", "end:   Ctrl-C"]
+    _, curl, url, *_, body = shlex.split(lines[6])
+    assert curl == "curl" and url == f"{document['router_url']}/v1/chat/completions"
+    assert json.loads(body)["model"] == "model"
     for line, entry in zip(lines, document["processes"], strict=False):
         assert line.startswith(entry["name"]) and entry["url"] in line and f"pid {entry['pid']}" in line
         assert entry["log"] in line
