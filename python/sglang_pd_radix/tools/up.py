@@ -40,6 +40,7 @@ from .cluster import (
 )
 from .cluster.gateway import check_options
 from .cluster.startup import NotReadyError
+from .keeper import RESTARTS, STEADY_S, Keeper
 from .locked_directory import alone
 from .progress import Display
 from .trace import VARIABLE as ENDED_REQUESTS
@@ -109,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default=HOST, help=f"address the router listens on (default: {HOST})")
     parser.add_argument("--port", type=int, help="port of the router (default: a free one)")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help=f"start a process that crashes again, {RESTARTS} times until it has served for {STEADY_S:g} s; without "
+        "this, or when that is used up, the deployment ends. A worker that is drained, or exits with status 0, stays "
+        "away",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write addresses, pids and log paths there")
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="where logs go (default: a new temporary directory)"
@@ -459,9 +467,15 @@ def _run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, cluster.describe())
         print("\n".join(_introduction(cluster)), flush=True)
-        while not signals:
-            cluster.check()
-            time.sleep(0.2)
+        keeper = Keeper(cluster, args.restart, _say)
+        # A signal may come while a process is started again, too.
+        with contextlib.suppress(_Ended):
+            while not signals:
+                if keeper.attend() and args.json and _is_ours(args.json):
+                    # It has the old one still, where the disk is full.
+                    with contextlib.suppress(PdRadixError):
+                        write_json(args.json, cluster.describe())
+                time.sleep(0.2)
         _say("stopping")
     except OSError as error:
         raise PdRadixError(f"cannot write the addresses: {error.strerror or error}") from error

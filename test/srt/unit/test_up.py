@@ -21,7 +21,7 @@ from waiting import until
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
-from sglang_pd_radix.tools import locked_directory, process_group, up, verify
+from sglang_pd_radix.tools import keeper, locked_directory, process_group, up, verify
 from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.cluster import (
     GATEWAYS,
@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
     def do_GET(self):
-        self.answer(200 if time.monotonic() > served_from else 503, {})
+        self.answer(200 if time.monotonic() > served_from else 503, {"workers": []} if fault == "lets-go" else {})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/flush_cache":
@@ -81,6 +81,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(400, {"error": "no such model"})
         self.answer(200, {"role": role, "body": body, "args": args, "omp": os.environ.get("OMP_NUM_THREADS"),
                           "extra": os.environ.get("EXTRA")})
+        if self.path == "/leave":
+            os._exit(0)
         if fault == "dies-later" and self.path == "/die":
             print("MemoryError: no more", flush=True)
             os._exit(1)
@@ -1055,6 +1057,105 @@ def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "decode-0 exited with code 1: MemoryError: no more" in err
+
+
+def started_up(process, tmp_path):
+    until((tmp_path / "up.json").exists, "no JSON file")
+    return json.loads((tmp_path / "up.json").read_text())
+
+
+def test_a_worker_that_has_ended_in_peace_leaves_the_others(fake, tmp_path):
+    process = start_up(fake, tmp_path, "--decode", "2")
+    document = started_up(process, tmp_path)
+    http(document["decode_urls"][0] + "/leave", {})
+    until(lambda: len(started_up(process, tmp_path)["processes"]) == 3, "still told of")
+    assert http(document["decode_urls"][1] + "/generate", {})[0] == 200
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "decode-0 exited with code 0; the others go on" in err
+
+
+def test_a_worker_that_was_drained_leaves_the_others(fake, tmp_path, monkeypatch):
+    """A prefill ends itself by SIGKILL, as the engine does: that it was to, the router knows."""
+    monkeypatch.setenv("FAKE_ROUTER", "lets-go")
+    process = start_up(fake, tmp_path, "--prefill", "2")
+    document = started_up(process, tmp_path)
+    os.kill(document["processes"][0]["pid"], signal.SIGKILL)
+    until(lambda: len(started_up(process, tmp_path)["processes"]) == 3, "still told of")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "prefill-0 was killed by SIGKILL; the others go on" in err
+
+
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_what_crashes_is_started_again_so_often(fake, tmp_path, name):
+    def entry():
+        document = started_up(process, tmp_path)
+        return next(entry for entry in document["processes"] if entry["name"] == name)
+
+    process = start_up(fake, tmp_path, "--restart")
+    before = entry()
+    for _ in range(keeper.RESTARTS):
+        killed = entry()
+        os.kill(killed["pid"], signal.SIGKILL)
+        until(lambda killed=killed: entry()["pid"] != killed["pid"], "not started again")
+    assert {**entry(), "pid": 0} == {**before, "pid": 0}
+    until(lambda: http(before["url"] + "/generate", {})[0] == 200, "does not serve")
+    os.kill(entry()["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"started again 3 times, {name} was killed by SIGKILL" in err
+    assert (tmp_path / "logs" / f"{name}.3.log").exists() and f"{name} was killed by SIGKILL" in err
+
+
+def test_what_cannot_be_started_again_ends_the_deployment_with_its_reason(fake, tmp_path):
+    process = start_up(fake, tmp_path, "--restart")
+    document = started_up(process, tmp_path)
+    Path(fake["decode"][0]).write_text("raise ValueError('no such device')")
+    os.kill(document["processes"][1]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "started again 3 times, decode-0 exited with code 1: ValueError: no such" in err
+
+
+def test_one_that_has_served_for_a_while_is_started_again_as_often(monkeypatch):
+    class Crashed:
+        returncode = staticmethod(lambda: -9)
+        name, url, is_worker, log_path = "router", "http://x", False, Path("/none/router.log")
+        obituary = staticmethod(lambda: "it crashed")
+
+    class Deployment:
+        crashes = iter([Crashed(), None] * (keeper.RESTARTS + 3) + [Crashed()] * keeper.RESTARTS)
+        kill = staticmethod(lambda name: None)
+        start_again = staticmethod(lambda name: "startup")
+        has_started = staticmethod(lambda name, startup: True)
+
+        def dead(self):
+            return next(self.crashes)
+
+    now, said = [1000.0], []
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
+    kept = keeper.Keeper(Deployment(), True, said.append)
+    for _ in range(keeper.RESTARTS + 3):
+        assert kept.attend() and not kept.attend()
+        now[0] += keeper.STEADY_S
+    now[0] -= 1
+    # These do not get as far as to serve.
+    for _ in range(keeper.RESTARTS - 1):
+        assert kept.attend()
+    with pytest.raises(PdRadixError, match="started again 3 times, it crashed"):
+        kept.attend()
+    assert len(said) == 2 * keeper.RESTARTS + 2
+
+
+def test_a_signal_while_one_is_started_again_ends_everything(fake, tmp_path):
+    process = start_up(fake, tmp_path, "--restart")
+    document = started_up(process, tmp_path)
+    Path(fake["decode"][0]).write_text("import time; print('waits', flush=True); time.sleep(600)")
+    os.kill(document["processes"][1]["pid"], signal.SIGKILL)
+    log = tmp_path / "logs" / "decode-0.log"
+    until(lambda: log.exists() and "waits" in log.read_text(), "not started again")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped; logs are in" in err
 
 
 def watchdog_of(process):
