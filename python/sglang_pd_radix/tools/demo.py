@@ -35,6 +35,7 @@ from .cluster import (
     option_value,
     with_defaults,
 )
+from .engine_options import check as check_engine_options
 from .make_model import make_model
 from .progress import Display
 from .up import check_json, check_may_switch, check_model, check_page_size, write_json
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     check_json(args.json)
     check_may_switch("the demo", args.engine_options)
     check_page_size(args.engine_options)
+    check_engine_options(args.engine_options, "engine options")
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
     runs = 2 + (args.local_prefill != "off")

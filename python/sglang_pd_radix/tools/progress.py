@@ -90,16 +90,10 @@ class Display:
         self._row("all", "workloads", completed=self._ended, state=f"{self._ended}/{self._parts}", until=self._until())
 
     def startup(self, progress: Progress) -> None:
-        """Show a step of a cluster's start-up: a row for each process."""
-        if self._rows:
-            if progress.phase.startswith("ready, but"):
-                # Rows are gone at the end.
-                self._line(str(progress))
-            name = progress.process.name if progress.process else "cluster"
-            done = 1 if progress.is_ready else 0
-            self._row(name, name, total=1, completed=done, state=progress.phase)
-        else:
-            self._line(str(progress))
+        """Print a step of a cluster's start-up; on a terminal there is a row for each process too, until the end."""
+        self._line(str(progress))
+        name = progress.process.name if progress.process else "cluster"
+        self._row(name, name, total=1, completed=int(progress.is_ready), state=progress.phase)
 
     def _row(self, key: str, text: str, **fields: object) -> None:
         if self._rows is None:

@@ -236,6 +236,12 @@ ENGINE_VARIABLES = (
         "1: run as on a CPU host, also where there is a CUDA driver; 0: never, also where there is none",
     ),
     Variable("SGLANG_CPU_OMP_THREADS_BIND", "all", "all, on CPU hosts", "cores of each TP rank, such as `0\\|1`"),
+    Variable(
+        "SGLANG_USE_MODELSCOPE",
+        "False",
+        "all",
+        "models are ModelScope's, which `pd-radix` does not ask beforehand whether it has one",
+    ),
     Variable("MC_FORCE_TCP", "", "prefill, decode", "1: Mooncake uses TCP, whatever RDMA devices there are"),
 )
 

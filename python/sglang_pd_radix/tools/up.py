@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import ipaddress
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -20,29 +22,48 @@ from typing import Any
 
 import psutil
 
-from sglang_pd_radix.environment import patches_engine
+from sglang_pd_radix.environment import API_KEY, patches_engine
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.supplied import pegaflow_host
+from sglang_pd_radix.supplied import cpu_host, mooncake_host, pegaflow_host
 
-from . import process_group
+from . import engine_options, hosted_model, process_group
 from .arguments import split_options
-from .cluster import GATEWAYS, HOST, RADIX_FLAG, Cluster, add_router_option, has_option, named_gateway, option_value
+from .cluster import (
+    GATEWAYS,
+    HOST,
+    RADIX_FLAG,
+    Cluster,
+    add_router_option,
+    has_option,
+    named_gateway,
+    option_value,
+)
+from .cluster.gateway import check_options
 from .cluster.startup import NotReadyError
+from .keeper import RESTARTS, STEADY_S, Keeper
 from .locked_directory import alone
 from .progress import Display
+from .trace import VARIABLE as ENDED_REQUESTS
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
+#: Those that a prefix cache on decode can have.
+DELTA_BACKENDS = ("nixl", "mooncake")
+# Longer than a page of 16 tokens, so that the cache has something of it the second time.
+_QUESTION = "Write a short story about a river that forgot its name. Begin with the weather, and end with the sea."
+# How many ended requests `pd-radix trace` finds on each worker.
+_REMEMBERED = "1000"
 _POLICIES = tuple(dict.fromkeys(policy for gateway in GATEWAYS.values() for policy in gateway.policies))
 
 _EPILOG = """
-Engine options for all workers follow after --, for example:
+Any other option is the engine's, for all workers; after -- also one that has the name of an option here:
 
-  pd-radix up --model-path DIR --decode 2 -- --page-size 16 --tp 2
+  pd-radix up --model-path DIR --decode 2 --page-size 16 --tp 2
   pd-radix up --model-path DIR --decode-args "--max-running-requests 8" --json up.json
 
+Workers have --enable-metrics and --enable-cache-report, and remember 1000 ended requests for pd-radix trace.
 The JSON file is written once requests are served and removed when they no longer are.
-Exit code: 0 ended by Ctrl-C or SIGTERM while serving, 1 a process failed, 130 or 143 ended while starting.
+Exit code: 0 ended by Ctrl-C or SIGTERM while serving, 1 a process failed, 2 bad usage, 130 or 143 ended while starting.
 """
 
 
@@ -89,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default=HOST, help=f"address the router listens on (default: {HOST})")
     parser.add_argument("--port", type=int, help="port of the router (default: a free one)")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help=f"start a process that crashes again, {RESTARTS} times until it has served for {STEADY_S:g} s; without "
+        "this, or when that is used up, the deployment ends. A worker that is drained, or exits with status 0, stays "
+        "away",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write addresses, pids and log paths there")
     parser.add_argument(
         *("--work-dir", "--log-dir"),
@@ -105,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-args", default="", metavar="ARGS", help="engine options for decode workers only")
     parser.add_argument("--router-args", default="", metavar="ARGS", help="options for the router")
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
+    engine_options.accept(parser)
 
 
 def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None = None) -> list[str]:
@@ -118,7 +147,7 @@ def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None 
 
 
 def check_model(path: str) -> str:
-    """``path`` itself, if it is a model directory or could be the name of a hosted model. Raises PdRadixError."""
+    """``path`` itself, if it is a model directory or the name of a hosted model. Raises PdRadixError."""
     try:
         directory = Path(path).expanduser()
     except RuntimeError as error:
@@ -129,6 +158,7 @@ def check_model(path: str) -> str:
         return str(directory)
     if directory.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise PdRadixError(f"no model at {path}: `pd-radix make-model {path}` makes a small one")
+    hosted_model.check(path)
     return path
 
 
@@ -275,9 +305,13 @@ def write_whole(path: Path, text: str) -> None:
 
 def remove_json(path: Path) -> None:
     """Remove what this process has written there, unless another has since. An open file (/dev/stdout) stays."""
-    if not _open_file(path) and owner(path) == os.getpid():
+    if _is_ours(path):
         with contextlib.suppress(OSError):
             _behind(path).unlink()
+
+
+def _is_ours(path: Path) -> bool:
+    return not _open_file(path) and owner(path) == os.getpid()
 
 
 def _behind(path: Path) -> Path:
@@ -326,39 +360,79 @@ def _replace(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+def check_backend(backend: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    """Raise PdRadixError where workers with these options cannot transfer over ``backend``."""
+    if has_option(prefill, RADIX_FLAG, RADIX_ALIAS):
+        raise PdRadixError(f"{RADIX_FLAG} is for decode workers alone, which have it without --no-radix: remove it")
+    if backend not in DELTA_BACKENDS and has_option(decode, RADIX_FLAG, RADIX_ALIAS):
+        raise PdRadixError(
+            f"--backend {backend} has no prefix cache on decode: take {' or '.join(DELTA_BACKENDS)}, or add --no-radix"
+        )
+    package = {
+        "nixl": "nixl",
+        "mooncake": mooncake_host.CPU_PACKAGE if cpu_host.active() else mooncake_host.PACKAGE,
+        "mori": "mori",
+    }.get(backend)
+    if package and importlib.util.find_spec(backend) is None:
+        raise PdRadixError(f"--backend {backend}: its Python package is not installed; pip install {package}")
+
+
+def served_name(model: str) -> str:
+    """By which clients name a model: as a hosted one is named, or its directory. The engine would take the whole path.
+
+    It keeps colons for adapters (``model:adapter``).
+    """
+    directory = Path(model)
+    return directory.resolve().name.replace(":", "-") if directory.is_dir() else model
+
+
 def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
-    """The (not yet started) cluster that the parsed options describe; ``more`` goes to `Cluster` as it is."""
+    """The (not yet started) cluster that the parsed options describe; ``more`` goes to `Cluster` as it is.
+
+    Raises PdRadixError for whatever would show only once processes run, as far as it can be known before.
+    """
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
     check_json(args.json)
     check_unowned(args.json)
     check_log_dir(args.log_dir)
-    check_port(args.host, args.port)
-    pegaflow = split_options(getattr(args, "pegaflow_args", ""), "--pegaflow-args")
+    # The router takes addresses only.
+    host = HOST if args.host == "localhost" else args.host
+    check_port(host, args.port)
+    pegaflow = split_options(args.pegaflow_args, "--pegaflow-args")
     if pegaflow and not args.pegaflow:
         raise PdRadixError("--pegaflow-args is for the server that --pegaflow starts: add --pegaflow")
-    if getattr(args, "pegaflow", False):
+    if args.pegaflow:
         check_pegaflow()
         more["pegaflow"] = pegaflow
-    common = [*split_options(args.common_args, "--common-args"), *args.engine_options]
-    of_prefill, of_decode = (
-        split_options(given, option)
-        for given, option in ((args.prefill_args, "--prefill-args"), (args.decode_args, "--decode-args"))
-    )
-    for options in (common, of_prefill, of_decode):
+    gateway = named_gateway(args.router)
+    of_router = split_options(args.router_args, "--router-args")
+    check_options(gateway, of_router)
+    common = [*split_options(args.common_args, "--common-args"), *args.engine_given, *args.engine_options]
+    of_prefill = split_options(args.prefill_args, "--prefill-args")
+    of_decode = split_options(args.decode_args, "--decode-args")
+    for options, where in ((common, "engine options"), (of_prefill, "--prefill-args"), (of_decode, "--decode-args")):
         check_page_size(options)
+        engine_options.check(options, where)
+    of_decode = decode_options(of_decode, args.radix)
+    check_backend(args.backend, [*common, *of_prefill], of_decode)
+    model = check_model(args.model_path)
+    remembered = {ENDED_REQUESTS: os.environ.get(ENDED_REQUESTS, _REMEMBERED)}
+    # The user's come later, and win.
+    common = ["--served-model-name", served_name(model), "--enable-metrics", "--enable-cache-report", *common]
     return Cluster(
-        check_model(args.model_path),
+        model,
         prefill=args.prefill,
         decode=args.decode,
         common_args=common,
         prefill_args=of_prefill,
-        decode_args=decode_options(of_decode, args.radix),
-        router_args=split_options(args.router_args, "--router-args"),
+        decode_args=of_decode,
+        router_args=of_router,
+        env=remembered,
         backend=args.backend,
         policy=args.policy,
-        gateway=named_gateway(args.router),
-        host=args.host,
+        gateway=gateway,
+        host=host,
         port=args.port,
         log_dir=args.log_dir,
         timeout_s=args.timeout,
@@ -396,13 +470,16 @@ def _run(args: argparse.Namespace) -> int:
     try:
         if args.json:
             write_json(args.json, cluster.describe())
-        for process in cluster.processes:
-            bootstrap = f"  bootstrap {process.bootstrap_port}" if process.bootstrap_port else ""
-            print(f"{process.name:<10} {process.url}  pid {process.pid}{bootstrap}  {process.log_path}")
-        print(f"ready: {cluster.router_url}", flush=True)
-        while not signals:
-            cluster.check()
-            time.sleep(0.2)
+        print("\n".join(_introduction(cluster)), flush=True)
+        keeper = Keeper(cluster, args.restart, _say)
+        # A signal may come while a process is started again, too.
+        with contextlib.suppress(_Ended):
+            while not signals:
+                if keeper.attend() and args.json and _is_ours(args.json):
+                    # It has the old one still, where the disk is full.
+                    with contextlib.suppress(PdRadixError):
+                        write_json(args.json, cluster.describe())
+                time.sleep(0.2)
         _say("stopping")
     except OSError as error:
         raise PdRadixError(f"cannot write the addresses: {error.strerror or error}") from error
@@ -412,6 +489,28 @@ def _run(args: argparse.Namespace) -> int:
             remove_json(args.json)
     _say(f"stopped; logs are in {cluster.log_dir}")
     return 0
+
+
+def _introduction(cluster: Cluster) -> Iterator[str]:
+    """What runs, and what can be done with it."""
+    for process in cluster.processes:
+        bootstrap = f"  bootstrap {process.bootstrap_port}" if process.bootstrap_port else ""
+        yield f"{process.name:<10} {process.url}  pid {process.pid}{bootstrap}  {process.log_path}"
+    yield f"ready: {cluster.router_url}"
+    decode = next(process.command for process in cluster.processes if process.role == "decode")
+    model = option_value(decode, "--served-model-name")
+    yield f"model: {model}"
+    key = ""
+    if cluster.spec.api_key is not None:
+        key = f'-H "Authorization: Bearer ${API_KEY}" '
+        yield f"key:   export {API_KEY}=...  # the one of --api-key"
+    if not has_option(decode, "--skip-tokenizer-init"):
+        body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "max_tokens": 32}
+        url = f"{cluster.router_url}/v1/chat/completions"
+        yield f"ask:   curl {url} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(body))}"
+    workers = " ".join(url.partition("//")[2] for url in (*cluster.prefill_urls, *cluster.decode_urls))
+    yield f"watch: pd-radix top {workers}"
+    yield "end:   Ctrl-C"
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def post(url, body):
     return urllib.request.urlopen(request, timeout=60)
 
 
-def streamed_text(url):
+def streamed_text(url, model):
     """The answer to PROMPT from a streaming chat completion, and in how many pieces it came."""
-    body = {"model": "m", "messages": PROMPT, "stream": True, "max_tokens": 16, "temperature": 0}
+    body = {"model": model, "messages": PROMPT, "stream": True, "max_tokens": 16, "temperature": 0}
     pieces = []
     with post(url + "/v1/chat/completions", body) as response:
         for line in response:
@@ -62,6 +63,11 @@ def frozen_in(log, wait_s=20):
     return sorted(found)
 
 
+def without(pid):
+    """Whether what the JSON file says has no such process."""
+    return lambda document: all(entry["pid"] != pid for entry in document["processes"])
+
+
 def processes_of(log_dir):
     """Live processes whose output goes to ``log_dir``: the servers and everything they started."""
     found = []
@@ -74,13 +80,27 @@ def processes_of(log_dir):
     return found
 
 
+def described(process, tmp_path, changed=lambda document: True):
+    """What the JSON file says once that is so."""
+    while True:
+        assert process.poll() is None, process.communicate()[1]
+        if (tmp_path / "up.json").exists() and changed(found := json.loads((tmp_path / "up.json").read_text())):
+            return found
+        time.sleep(0.2)
+
+
+def shown(line, *more):
+    """What a command prints that `up` has printed behind a word."""
+    command = line.partition(":")[2].replace("pd-radix", f"{sys.executable} -m sglang_pd_radix.tools.cli", 1)
+    done = subprocess.run(["bash", "-c", " ".join([command, *more])], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
-    process = start_up(model, tmp_path, "--backend", backend, "--", "--page-size", "16", "--served-model-name", "m")
+    process = start_up(model, tmp_path, "--backend", backend, "--page-size", "16", "--restart")
     try:
-        while not (tmp_path / "up.json").exists():
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.2)
-        document = json.loads((tmp_path / "up.json").read_text())
+        document = described(process, tmp_path)
         assert document["model"] == str(model) and document["backend"] == backend
         roles = {entry["role"]: entry for entry in document["processes"]}
         assert set(roles) == {"prefill", "decode", "router"} and len(document["processes"]) == 3
@@ -98,20 +118,41 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
         assert asked_over(idle) == 200
         asked_at, socket = time.monotonic(), idle.sock
 
-        first, pieces = streamed_text(document["router_url"])
+        first, pieces = streamed_text(document["router_url"], Path(model).name)
         assert len(first.split()) == 16 and pieces > 4
-        assert streamed_text(document["router_url"])[0] == first
+        assert streamed_text(document["router_url"], Path(model).name)[0] == first
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            streamed_text(document["router_url"], "another")
+
+        lines = [process.stdout.readline().rstrip() for _ in range(8)]
+        assert lines[3:5] == [f"ready: {document['router_url']}", f"model: {Path(model).name}"]
+        ask, watch, end = lines[5:]
+        assert end == "end:   Ctrl-C"
+        shown(ask)
+        cached = shown(ask)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        look = shown(watch, "--json")
+        assert look["total"]["counters"]["held_tokens"] > 0 and not look["total"]["unreachable"]
+        assert {worker["role"] for worker in look["workers"]} == {"prefill", "decode"}
+        rid = shown(ask)["id"]
+        assert {record["role"] for record in shown(watch.replace(" top ", f" trace {rid} "), "--json")} >= {"decode"}
         assert len(processes_of(tmp_path / "logs")) >= 3
         # The engine's own workers would have closed it.
         time.sleep(max(0.0, asked_at + 7 - time.monotonic()))
         assert asked_over(idle) == 200 and idle.sock is socket
+
+        killed = roles["decode"]["pid"]
+        os.kill(killed, signal.SIGKILL)
+        roles = {entry["role"]: entry for entry in described(process, tmp_path, without(killed))["processes"]}
+        assert roles["decode"]["url"].endswith(f":{info['port']}")
+        assert shown(ask.replace("curl ", "curl --fail --retry 20 --retry-all-errors ", 1))["choices"]
 
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 0, err
-    assert out.splitlines()[-1] == f"ready: {document['router_url']}" and len(out.splitlines()) == 4
+    assert out == "" and "decode-0 was killed by SIGKILL" in err
     # Phases are read off the logs now and then; a quick start-up shows few of them.
     for name in ("prefill-0", "decode-0"):
         assert f"{name}: starting" in err and f"{name}: ready after" in err

@@ -93,16 +93,12 @@ def test_on_a_terminal_processes_have_rows_that_go_again(terminal: None, capsys:
     assert "━" not in seen, "nothing is counted"
 
 
-def test_on_a_terminal_what_is_wrong_with_one_that_is_ready_stays(
-    terminal: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_terminal_the_steps_stay_as_in_a_pipe(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
     with Display() as show:
-        show.startup(LOADING)
-        show._rows.refresh()
-        capsys.readouterr()
-        show.startup(Progress(READY.process, "ready, but garbage collections will pause it", 12.34))
-        shown = capsys.readouterr().err
-    assert "decode-0: ready, but garbage collections will pause it\n" in visible(shown).replace("\r", "")
+        for progress in (LOADING, READY):
+            show.startup(progress)
+            shown = capsys.readouterr().err
+            assert f"{progress}\n" in visible(shown).replace("\r", "")
 
 
 def test_a_process_that_is_ready_when_it_is_first_told_of_is_ok(

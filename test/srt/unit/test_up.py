@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sglang.srt import server_args
 from waiting import until
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cluster as cluster_module
-from sglang_pd_radix.tools import locked_directory, process_group, up, verify
+from sglang_pd_radix.tools import keeper, locked_directory, process_group, up, verify
 from sglang_pd_radix.tools.arguments import join_values
 from sglang_pd_radix.tools.cluster import (
     GATEWAYS,
@@ -67,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
     def do_GET(self):
-        self.answer(200 if time.monotonic() > served_from else 503, {})
+        self.answer(200 if time.monotonic() > served_from else 503, {"workers": []} if fault == "lets-go" else {})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/flush_cache":
@@ -79,6 +81,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(400, {"error": "no such model"})
         self.answer(200, {"role": role, "body": body, "args": args, "omp": os.environ.get("OMP_NUM_THREADS"),
                           "extra": os.environ.get("EXTRA")})
+        if self.path == "/leave":
+            os._exit(0)
         if fault == "dies-later" and self.path == "/die":
             print("MemoryError: no more", flush=True)
             os._exit(1)
@@ -138,6 +142,12 @@ def fakes(mark):
     return found
 
 
+@pytest.fixture(autouse=True)
+def no_host_of_models(monkeypatch):
+    """Here a name may be that of a model."""
+    monkeypatch.setattr(up.hosted_model, "check", lambda name: None)
+
+
 def parse(*arguments):
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)
@@ -149,14 +159,49 @@ def parse(*arguments):
 
 def test_option_groups_are_split_as_a_shell_would():
     args = parse(
-        "--model-path", "m/x", "--prefill", "2", "--decode-args", "--one-flag", "--prefill-args", "--a 'b c' --d=1",
-        "--common-args=--x 1", "--", "--page-size", "16", "--decode-args",
+        "--model-path", "m/x", "--prefill", "2", "--decode-args", "--enable-lora",
+        "--prefill-args", "--revision 'b c' --tp=1", "--common-args=--random-seed 1", "--log-level", "info",
+        "--", "--page-size", "16",
     )  # fmt: skip
     cluster = up.cluster_from(args)
     assert (args.prefill, args.decode) == (2, 1)
-    assert cluster.spec.args_of["prefill"] == [["--a", "b c", "--d=1"]] * 2
-    assert cluster.spec.args_of["decode"] == [[cluster_module.RADIX_FLAG, "--one-flag"]]
-    assert cluster.spec.common_args == ["--x", "1", "--page-size", "16", "--decode-args"]
+    assert cluster.spec.args_of["prefill"] == [["--revision", "b c", "--tp=1"]] * 2
+    assert cluster.spec.args_of["decode"] == [[cluster_module.RADIX_FLAG, "--enable-lora"]]
+    # Ours come first, so that the user's win.
+    ours = ["--served-model-name", "m/x", "--enable-metrics", "--enable-cache-report"]
+    assert cluster.spec.common_args == [*ours, "--random-seed", "1", "--log-level", "info", "--page-size", "16"]
+
+
+def test_a_deployment_shows_what_its_cache_does(tmp_path, monkeypatch):
+    """Unless the user has it otherwise."""
+    monkeypatch.delenv("SGLANG_DISAGGREGATION_ENDED_REQUESTS", raising=False)
+
+    def planned(*arguments):
+        made = up.cluster_from(parse("--model-path", str(directory), "--log-dir", str(tmp_path), *arguments))
+        return [process for process in made.plan() if process.is_worker]
+
+    directory = tmp_path / "a:model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    for worker in planned():
+        assert {"--enable-metrics", "--enable-cache-report"} <= {*worker.command}
+        assert worker.env["SGLANG_DISAGGREGATION_ENDED_REQUESTS"] == "1000"
+        # The engine keeps colons for adapters.
+        assert option_value(worker.command, "--served-model-name") == "a-model"
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "7")
+    for worker in planned("--served-model-name", "mine"):
+        assert worker.env["SGLANG_DISAGGREGATION_ENDED_REQUESTS"] == "7"
+        assert option_value(worker.command, "--served-model-name") == "mine"
+
+
+def test_the_backends_with_a_prefix_cache_are_those_of_the_patch_set():
+    theirs = server_args.ServerArgs._check_decode_radix_cache.__globals__
+    assert up.DELTA_BACKENDS == theirs["DELTA_BACKENDS"]
+
+
+def test_the_router_of_localhost_is_on_the_loopback_address(tmp_path):
+    made = up.cluster_from(parse("--model-path", "m/x", "--log-dir", str(tmp_path), "--host", "localhost"))
+    assert made.spec.host == "127.0.0.1"
 
 
 def test_radix_flag_is_added_once_and_only_if_wanted():
@@ -189,7 +234,7 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
         (["--model-path", "m/x", "--port", "70000"], "give 1 to 65535"),
         (["--model-path", "m/x", "--host", "203.0.113.9"], "^--host 203.0.113.9: "),
         (["--model-path", "m/x", "--host", "no such host"], "^--host no such host: "),
-        (["--model-path", "m/x", "--host", "localhost"], "^--host localhost: give an IP address"),
+        (["--model-path", "m/x", "--common-args", cluster_module.RADIX_FLAG], "is for decode workers alone"),
         (["--model-path", "m/x", "--router-args", "--port 29999"], "--port is set by .* options of the router"),
         (["--model-path", "m/x", "--router-args=--decode=http://x:1"], "--decode is set by"),
         (["--model-path", "~nobody-at-all/x"], "no model at ~nobody-at-all/x"),
@@ -736,7 +781,7 @@ def start_up(fake, tmp_path, *arguments):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_everything(fake, tmp_path, signum):
-    process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--flag")
+    process = start_up(fake, tmp_path, "--prefill", "2", "--decode-args", "--enable-lora")
     until((tmp_path / "up.json").exists, "no JSON file")
     document = json.loads((tmp_path / "up.json").read_text())
     assert document["owner_pid"] == process.pid and http(document["router_url"] + "/readiness")[0] == 200
@@ -744,7 +789,12 @@ def test_signal_ends_everything(fake, tmp_path, signum):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
-    assert len(lines) == 5 and lines[-1] == f"ready: {document['router_url']}"
+    assert lines[4] == f"ready: {document['router_url']}"
+    workers = [entry["url"].partition("//")[2] for entry in document["processes"] if entry["role"] != "router"]
+    assert lines[5] == "model: model" and lines[7:] == [f"watch: pd-radix top {' '.join(workers)}", "end:   Ctrl-C"]
+    _, curl, url, *_, body = shlex.split(lines[6])
+    assert curl == "curl" and url == f"{document['router_url']}/v1/chat/completions"
+    assert json.loads(body)["model"] == "model"
     for line, entry in zip(lines, document["processes"], strict=False):
         assert line.startswith(entry["name"]) and entry["url"] in line and f"pid {entry['pid']}" in line
         assert entry["log"] in line
@@ -1007,6 +1057,105 @@ def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "decode-0 exited with code 1: MemoryError: no more" in err
+
+
+def started_up(process, tmp_path):
+    until((tmp_path / "up.json").exists, "no JSON file")
+    return json.loads((tmp_path / "up.json").read_text())
+
+
+def test_a_worker_that_has_ended_in_peace_leaves_the_others(fake, tmp_path):
+    process = start_up(fake, tmp_path, "--decode", "2")
+    document = started_up(process, tmp_path)
+    http(document["decode_urls"][0] + "/leave", {})
+    until(lambda: len(started_up(process, tmp_path)["processes"]) == 3, "still told of")
+    assert http(document["decode_urls"][1] + "/generate", {})[0] == 200
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "decode-0 exited with code 0; the others go on" in err
+
+
+def test_a_worker_that_was_drained_leaves_the_others(fake, tmp_path, monkeypatch):
+    """A prefill ends itself by SIGKILL, as the engine does: that it was to, the router knows."""
+    monkeypatch.setenv("FAKE_ROUTER", "lets-go")
+    process = start_up(fake, tmp_path, "--prefill", "2")
+    document = started_up(process, tmp_path)
+    os.kill(document["processes"][0]["pid"], signal.SIGKILL)
+    until(lambda: len(started_up(process, tmp_path)["processes"]) == 3, "still told of")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "prefill-0 was killed by SIGKILL; the others go on" in err
+
+
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_what_crashes_is_started_again_so_often(fake, tmp_path, name):
+    def entry():
+        document = started_up(process, tmp_path)
+        return next(entry for entry in document["processes"] if entry["name"] == name)
+
+    process = start_up(fake, tmp_path, "--restart")
+    before = entry()
+    for _ in range(keeper.RESTARTS):
+        killed = entry()
+        os.kill(killed["pid"], signal.SIGKILL)
+        until(lambda killed=killed: entry()["pid"] != killed["pid"], "not started again")
+    assert {**entry(), "pid": 0} == {**before, "pid": 0}
+    until(lambda: http(before["url"] + "/generate", {})[0] == 200, "does not serve")
+    os.kill(entry()["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"started again 3 times, {name} was killed by SIGKILL" in err
+    assert (tmp_path / "logs" / f"{name}.3.log").exists() and f"{name} was killed by SIGKILL" in err
+
+
+def test_what_cannot_be_started_again_ends_the_deployment_with_its_reason(fake, tmp_path):
+    process = start_up(fake, tmp_path, "--restart")
+    document = started_up(process, tmp_path)
+    Path(fake["decode"][0]).write_text("raise ValueError('no such device')")
+    os.kill(document["processes"][1]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "started again 3 times, decode-0 exited with code 1: ValueError: no such" in err
+
+
+def test_one_that_has_served_for_a_while_is_started_again_as_often(monkeypatch):
+    class Crashed:
+        returncode = staticmethod(lambda: -9)
+        name, url, is_worker, log_path = "router", "http://x", False, Path("/none/router.log")
+        obituary = staticmethod(lambda: "it crashed")
+
+    class Deployment:
+        crashes = iter([Crashed(), None] * (keeper.RESTARTS + 3) + [Crashed()] * keeper.RESTARTS)
+        kill = staticmethod(lambda name: None)
+        start_again = staticmethod(lambda name: "startup")
+        has_started = staticmethod(lambda name, startup: True)
+
+        def dead(self):
+            return next(self.crashes)
+
+    now, said = [1000.0], []
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
+    kept = keeper.Keeper(Deployment(), True, said.append)
+    for _ in range(keeper.RESTARTS + 3):
+        assert kept.attend() and not kept.attend()
+        now[0] += keeper.STEADY_S
+    now[0] -= 1
+    # These do not get as far as to serve.
+    for _ in range(keeper.RESTARTS - 1):
+        assert kept.attend()
+    with pytest.raises(PdRadixError, match="started again 3 times, it crashed"):
+        kept.attend()
+    assert len(said) == 2 * keeper.RESTARTS + 2
+
+
+def test_a_signal_while_one_is_started_again_ends_everything(fake, tmp_path):
+    process = start_up(fake, tmp_path, "--restart")
+    document = started_up(process, tmp_path)
+    Path(fake["decode"][0]).write_text("import time; print('waits', flush=True); time.sleep(600)")
+    os.kill(document["processes"][1]["pid"], signal.SIGKILL)
+    log = tmp_path / "logs" / "decode-0.log"
+    until(lambda: log.exists() and "waits" in log.read_text(), "not started again")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped; logs are in" in err
 
 
 def watchdog_of(process):

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -147,6 +148,7 @@ class Cluster:
                 for process in together:
                     self._family.start(process)
                     startup.report(process, "starting")
+                startup.ask(together)
                 startup.wait_ready(together)
             startup.report(None, "sending a request through")
             tokenizes = not any(has_option(args, "--skip-tokenizer-init") for _, _, args in self.spec.engines())
@@ -213,13 +215,32 @@ class Cluster:
 
         Others may end meanwhile. Raises PdRadixError: this one did, or the time is up.
         """
+        startup = self.start_again(name)
+        while not self.has_started(name, startup):
+            time.sleep(0.1)
+
+    def start_again(self, name: str) -> Startup:
+        """Begin `restart`, without a wait. `has_started` tells when it has come to its end."""
         process = self._named(name)
         process.ready_s = None
         startup = self._startup([process])
         self._family.start(process)
-        startup.wait_ready([process])
+        startup.ask([process])
+        return startup
+
+    def has_started(self, name: str, startup: Startup) -> bool:
+        """Whether a server that is started again is ready. Raises PdRadixError as `restart` does."""
+        process = self._named(name)
+        if not startup.are_ready([process]):
+            return False
         if process.is_worker:
             startup.call(lambda: self._freeze(process, startup), lambda: f"{name} does not answer /freeze_gc")
+        return True
+
+    def leave_out(self, name: str) -> None:
+        """Go on without a server that has ended."""
+        self.kill(name)
+        self.processes.remove(self._named(name))
 
     def dead(self) -> Process | None:
         """The first process that has ended, if any has."""

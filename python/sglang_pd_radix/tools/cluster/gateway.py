@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from sglang_pd_radix.errors import PdRadixError
 
+from .. import engine_options
 from .options import HOST, has_option
 
 
@@ -108,6 +110,15 @@ def check_policy(gateway: Gateway, policy: str | None) -> None:
     """Raise PdRadixError if ``policy`` is none of this gateway's."""
     if policy is not None and policy not in gateway.policies:
         raise PdRadixError(f"--policy {policy}: {gateway} has {', '.join(gateway.policies)}; choose one of them")
+
+
+def check_options(gateway: Gateway, given: Sequence[str]) -> None:
+    """Raise PdRadixError if the gateway does not take the options ``given``: it starts last."""
+    if given:
+        parser = engine_options.Parser(add_help=False)
+        importlib.import_module(f"{gateway.package}.router_args").RouterArgs.add_cli_args(parser)
+        command = f"python {' '.join(gateway.module)} --help"
+        engine_options.try_all(parser, given, "--router-args", str(gateway), command)
 
 
 def options(

@@ -51,16 +51,21 @@ class Startup:
         if self._on_progress:
             self._on_progress(Progress(process, phase, time.monotonic() - self._began))
 
-    def wait_ready(self, processes: Sequence[Process]) -> None:
-        """Wait until each is healthy. Asking happens in threads: an answer takes a second or more."""
+    def ask(self, processes: Sequence[Process]) -> None:
+        """Ask each until it is healthy, in threads: an answer takes a second or more."""
         for process in processes:
-            if process.ready_s is None:
-                threading.Thread(target=self._ask_until_ready, args=(process,), daemon=True).start()
-        while any(process.ready_s is None for process in processes):
-            self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None), processes)
-            self._report_ready(processes)
+            threading.Thread(target=self._ask_until_ready, args=(process,), daemon=True).start()
+
+    def wait_ready(self, processes: Sequence[Process]) -> None:
+        """Wait until each that is asked is healthy."""
+        while not self.are_ready(processes):
             time.sleep(0.1)
+
+    def are_ready(self, processes: Sequence[Process]) -> bool:
+        """Whether each is healthy. Fails at once on a death or when the time is up, and reports phases."""
+        self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None), processes)
         self._report_ready(processes)
+        return all(process.ready_s is not None for process in processes)
 
     def wait_served(self, url: str, tokenizes: bool = True) -> None:
         """Send short requests there until one has gone all the way through. tokenizes: else token ids are sent."""

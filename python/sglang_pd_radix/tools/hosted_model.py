@@ -1,0 +1,60 @@
+"""Whether a model that is named, and is no directory here, can be had at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from sglang_pd_radix.environment import YES
+from sglang_pd_radix.errors import PdRadixError
+
+# Seconds for an answer, the look-up of the host's name among them.
+WAIT_S = 1.5
+
+
+def check(name: str) -> None:
+    """Raise PdRadixError if ``name`` is neither in this machine's cache nor at the host of models that the engine asks.
+
+    That is HF_ENDPOINT, which is asked once, and not with HF_HUB_OFFLINE. ModelScope is not asked here.
+    """
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in YES:
+        return
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+    except ImportError:  # the engine brings it
+        return
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    if any(file.exists() for file in folder.glob("*/*.json")):
+        return
+    said = ["no answer"]
+    # The time-out of a request leaves out the look-up of a name, which has none.
+    asking = threading.Thread(target=lambda: said.append(_ask(name)), daemon=True)
+    asking.start()
+    asking.join(WAIT_S)
+    if said[-1]:
+        raise PdRadixError(
+            f"{name} is not on this machine, and {constants.ENDPOINT} does not give it ({said[-1]}): download it "
+            f"(hf download {name}), name a directory, or make a small one (pd-radix make-model DIR)"
+        )
+
+
+def _ask(name: str) -> str:
+    """Why the host does not give a model; "" if it does."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=WAIT_S)
+    except errors.EntryNotFoundError:
+        # It is there, without that file; what the engine makes of it, it says.
+        return ""
+    except errors.GatedRepoError:
+        return "it is gated: accept its terms there, then hf auth login"
+    except errors.RepositoryNotFoundError:
+        return "it has none of that name, or not for everybody: hf auth login"
+    except errors.OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set"
+    except Exception as error:  # whatever the HTTP library of this version raises
+        return (str(error).splitlines() or [type(error).__name__])[0][:100]
+    return ""
