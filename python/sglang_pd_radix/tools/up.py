@@ -80,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Start prefill workers, decode workers and the router on this machine, and end them together."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--model-path", "--model", required=True, metavar="MODEL", help="model directory or Hugging Face name"
-    )
+    parser.add_argument("--model-path", "--model", metavar="MODEL", help="model directory or Hugging Face name")
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode workers (default: 1)")
     parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
@@ -416,6 +414,8 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
         engine_options.check(options, where)
     of_decode = decode_options(of_decode, args.radix)
     check_backend(args.backend, [*common, *of_prefill], of_decode)
+    if args.model_path is None:
+        raise PdRadixError("--model is missing: give a directory or a name; `pd-radix make-model m` makes a small one")
     model = check_model(args.model_path)
     remembered = {ENDED_REQUESTS: os.environ.get(ENDED_REQUESTS, _REMEMBERED)}
     # The user's come later, and win.

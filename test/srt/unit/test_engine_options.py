@@ -128,6 +128,8 @@ def model(tmp_path: Path) -> str:
         ("up --model-path m -- --wibble 3", "--wibble is no option of the engine"),
         ("up --model-path m --decode-args=--page-sise=3", "did you mean --page-size"),
         ("up --model-path m --page-size many", "--page-size many: must be a whole number of at least 1"),
+        ("up --bogus", "--bogus is no option of pd-radix up or of the engine"),
+        ("up", "--model is missing"),
         ("up --model-path m --bogus", "--bogus is no option of pd-radix up or of the engine: see pd-radix up --help"),
         ("up --model-path m --prefil 2", "ambiguous option: --prefil could match --prefill"),
         ("up --model-path m --page-sise 2", "did you mean --page-size"),
