@@ -157,13 +157,17 @@ ENGINE_VARIABLES = (
         "the smaller of both ([how short it may be](troubleshooting.md#how-soon-a-failure-is-told))",
     ),
     Variable(
-        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "5.0", "decode", "seconds between looks at a prefill's HTTP server"
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL",
+        "5.0",
+        "prefill, decode",
+        "on decode, seconds between looks at a prefill's HTTP server; on both, times the next one and 2 s more, for "
+        "which a peer may leave ZeroMQ's heartbeats unanswered",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
         "2",
-        "decode",
-        "failed looks after which a prefill counts as lost",
+        "prefill, decode",
+        "on decode, failed looks after which a prefill counts as lost; on both, see there",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",

@@ -6,9 +6,13 @@ What it was asked for is freed; restarted at the same address it is found again.
 from __future__ import annotations
 
 import random
+import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import psutil
 import pytest
 import requests
 from pd import FLAG, Pair, conversations, counter, log_of, pools, words
@@ -50,6 +54,43 @@ def attempt(pair: Pair, ids: list[int], max_new: int = 8) -> list[requests.Respo
     first = pair._workers.submit(post, pair.prefill_url)
     second = post(pair.decode_url)
     return [first.result(), second]
+
+
+@contextmanager
+def standing_still(cluster, name: str) -> Iterator[None]:
+    """The schedulers of a worker are stopped, and what else answers for it goes on."""
+    (worker,) = (process for process in cluster.processes if process.name == name)
+    children = psutil.Process(worker.pid).children(recursive=True)
+    stopped = [one for one in children if "sglang::scheduler" in " ".join(one.cmdline())]
+    assert stopped
+    for one in stopped:
+        one.send_signal(signal.SIGSTOP)
+    yield
+    for one in stopped:
+        one.send_signal(signal.SIGCONT)
+
+
+# Of the heartbeats: 2 s three times, 2 s more, 3 s from one to the next, and 1 s for another connection.
+SILENT_S = 12
+
+
+def test_a_prefill_that_stands_still_is_lost_and_is_used_again(cluster, truth):
+    """No port of it refuses, and its HTTP server answers."""
+    still, other = Pair(cluster, 0, 0), Pair(cluster, 1, 1)
+    assert conversations(still) == truth["conversations"]
+    rnd = random.Random(7)
+    with ThreadPoolExecutor(8) as pool:
+        going_on = pool.submit(conversations, other, 6, 1, 5, 96)
+        with standing_still(cluster, "prefill-0"):
+            bodies, began = [still.body(words(rnd, 300), 8) for _ in range(3)], time.monotonic()
+            halves = [still.ask_prefill(body) for body in bodies]
+            told = [answer.result() for answer in [still.ask_decode(body) for body in bodies]]
+            assert time.monotonic() - began < SILENT_S + 4
+        assert all(reply.status_code == 500 and "Losing connection with prefill" in reply.text for reply in told)
+        assert not any(half.result().ok for half in halves)
+        assert going_on.result() == truth["long"]
+    assert conversations(still) == truth["conversations"]
+    still.check_idle()
 
 
 def test_prefill_dies_and_comes_back(cluster, truth):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -51,6 +52,15 @@ _shared_context.instance = zmq.Context.instance  # type: ignore[attr-defined]
 def one_zmq_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine makes a context for each socket, with threads and descriptors; a thousand workers are made here."""
     monkeypatch.setattr(zmq, "Context", _shared_context)
+
+
+@pytest.fixture(autouse=True)
+def no_socket_to_a_peer_stays() -> Iterator[None]:
+    """ZeroMQ would go on to reach those of each worker that tests have made."""
+    yield
+    wire_ends = sys.modules.get("wire_ends")
+    while wire_ends is not None and wire_ends.MADE:
+        wire_ends.close_sockets(wire_ends.MADE.pop())
 
 
 def _restore_server_args() -> Iterator[None]:

@@ -11,10 +11,9 @@ import dataclasses
 import functools
 import re
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,8 @@ import torch
 from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import peer_liveness, peer_watch, prefill_peers
+from sglang.srt.disaggregation.common import peer_watch, prefill_peers
+from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
 from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import prompt_digests
@@ -45,14 +45,13 @@ from sglang.srt.observability import thread_time
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from waiting import until
+from wire_ends import watching
 
 from sglang_pd_radix.tools.cluster import free_ports
 
 # The names of the patch file itself.
 CODE = vars(prefill_peers)
-REALLY_REFUSING = peer_liveness.refusing
-WATCH_PREFILLS = peer_watch.PrefillWatch.run
-SWEEP_SOCKETS = peer_watch.SocketSweep.sweep
+NOTHING_LISTENS = prefill_peers.nothing_listens
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 # What the queues have others do for them.
 PARTS_OF_QUEUES = re.compile(r"sglang\.srt\.disaggregation\.(decode_\w+|admission_step|prefill_delta)$")
@@ -123,11 +122,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any] | None = None):
         self.monkeypatch = monkeypatch
-        # Hundreds of workers are made here, whose threads stay: in a world none of them wakes up by itself. Those that
-        # some tests start go on in the next ones, in whose world nobody may seem to listen.
-        monkeypatch.setattr(peer_watch.SocketSweep, "sweep", lambda sweep: None)
         # Hundreds of workers are made here, whose threads stay: none of them may wake up by itself.
-        monkeypatch.setattr(peer_watch.PrefillWatch, "run", lambda watch: None)
         monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
         kind, _, states = kind.partition(" ")
         net_type, backend, self.receiver_type, self.sender_type = KINDS[kind]
@@ -158,7 +153,10 @@ class Bench:
         self.dead = False
         self.gone = False
         self.numbers = iter(range(1000))
-        monkeypatch.setattr(peer_liveness, "refusing", self._refusing)
+        monkeypatch.setitem(CODE, "nothing_listens", lambda host, port: self.gone)
+        are_gone, lost = PeerSockets.are_gone, PeerSockets.lost
+        monkeypatch.setattr(PeerSockets, "are_gone", lambda sockets, peers: self.gone or are_gone(sockets, peers))
+        monkeypatch.setattr(PeerSockets, "lost", lambda sockets: self._lost(sockets) or lost(sockets))
         self._note_pages(self.receiver_type)
         self._note_pages(FakeKVReceiver)
 
@@ -179,8 +177,8 @@ class Bench:
         world.scheduler = world.queue.scheduler = world.transfer.scheduler = scheduler
         return scheduler
 
-    def _refusing(self, endpoints: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-        return set(endpoints) if self.gone else set()
+    def _lost(self, sockets: PeerSockets) -> dict[tuple[str, int], Loss]:
+        return {peer.at: Loss(0.0, True) for peer in sockets._peers.values() if self.gone}
 
     def _note_pages(self, receiver_type: type) -> None:
         """Receivers remember which pages they named, which `World.deliver` and `World.check` ask."""
@@ -376,9 +374,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 def bench(monkeypatch: pytest.MonkeyPatch, kind: str) -> Iterator[Bench]:
     made = Bench(monkeypatch, kind)
     yield made
-    # ZeroMQ gives a process a thousand.
-    for endpoint in list(common.CommonKVReceiver._socket_cache):
-        common.CommonKVReceiver.close_socket(endpoint)
     if hasattr(made.net, "close"):
         made.net.close()
 
@@ -701,9 +696,9 @@ def methods(*types: type) -> list[str]:
     return sorted(name for name in names if not name.startswith("__"))
 
 
-# Two assignments each, by which a request is ended; `init`, and the guard around all that it calls; and
-# `_send_to`, without which prefill hears nothing at all: test_silent_peers.py has what it raises.
-CANNOT_RAISE = {"abort", "fail", "init", "shake_hands", "_send_to"}
+# Two assignments each, by which a request is ended; `init`, and the guard around all that it calls; and `_send_to` and
+# what it sends over, without which prefill hears nothing at all: test_silent_peers.py has what it raises.
+CANNOT_RAISE = {"abort", "fail", "init", "shake_hands", "_send_to", "_connect_to_bootstrap_server"}
 
 
 class Broken(Exception):
@@ -859,7 +854,7 @@ def timed(bench: Bench, *reqs: Req) -> float:
 @pytest.fixture
 def look(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ports are really looked at."""
-    monkeypatch.setattr(peer_liveness, "refusing", REALLY_REFUSING)
+    monkeypatch.setitem(CODE, "nothing_listens", NOTHING_LISTENS)
 
 
 def test_a_prefill_that_refuses_connections_is_gone(bench: Bench, look: None):
@@ -938,13 +933,15 @@ def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench:
             peers = [{**peer, "rank_port": rank.getsockname()[1]} for peer in manager.connection_pool[key]]
             manager.connection_pool[key] = peers
             bench.receiver(asked_for).bootstrap_infos = peers
+        # It was asked over this.
+        manager.connect_unwaiting(*rank.getsockname())
     bench.dead = True
-    threading.Thread(target=WATCH_PREFILLS, args=(manager.prefill_watch,), daemon=True).start()
-    assert timed(bench, asked_for) < 9
-    assert "Losing connection with prefill instance" in asked_for.finished_reason.message
-    assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
-    assert not bench.told(other)
-    bench.drain()
+    with watching(manager.peer_sockets, lambda: peer_watch.fail_lost_prefills(manager)):
+        assert timed(bench, asked_for) < 9
+        assert "Losing connection with prefill instance" in asked_for.finished_reason.message
+        assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
+        assert not bench.told(other)
+        bench.drain()
     assert bench.finished[other.rid] == 1
     bench.assert_books_closed()
 
@@ -1004,15 +1001,16 @@ def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Calla
     half = bench.halves[req.rid]
     watch = bench.prefill.decode_watch
     # By hand: of all that prefill does, one look has to find it out.
-    watch._check()
-    assert watch.reachable
+    peers = bench.prefill.peer_sockets
+    until(lambda: peers.look(0.01) or peers.reached, "the connection to it")
+    watch.check()
     # On this side of the wire everything goes on; on the other nobody is left.
     bench.gone = True
     bench.receiver(req).poll = lambda: KVPoll.WaitingForInput
     half.step()
     bench.prefill.settle()
     assert not half.ended
-    watch._check()
+    watch.check()
     until(lambda: half.step() or bench.prefill.settle() or half.ended, "the end of its request")
     assert "is gone" in half.sender.failure_reason()
     rooms = bench.prefill.rooms
@@ -1094,29 +1092,6 @@ def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench
     assert not bench.halves[req.rid].ended and not bench.prefill.rooms.waiting
 
 
-def test_sockets_to_a_peer_that_is_gone_are_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    """The engine keeps one for each life of each peer, and ZeroMQ tries to reach them for ever."""
-    monkeypatch.setattr(peer_liveness, "refusing", REALLY_REFUSING)
-    receivers = common.CommonKVReceiver
-    with socket.create_server(("127.0.0.1", 0)) as alive:
-        there = f"tcp://127.0.0.1:{alive.getsockname()[1]}"
-        (port,) = free_ports(1)
-        gone = f"tcp://127.0.0.1:{port}"
-        for endpoint in (there, gone):
-            receivers._connect(endpoint)
-        sockets = {endpoint: receivers._socket_cache[endpoint] for endpoint in (there, gone)}
-        SWEEP_SOCKETS(bench.manager.sweep)
-        assert not sockets[gone].closed, "not yet: it looks every ten seconds"
-        bench.manager.sweep._swept_at -= 1e6
-        SWEEP_SOCKETS(bench.manager.sweep)
-        assert sockets[gone].closed and not sockets[there].closed
-        assert gone not in receivers._socket_cache and gone not in receivers._socket_locks
-        # The peer may come back at that port.
-        receivers._connect(gone)[0].close(linger=0)
-        receivers.close_socket(there)
-        receivers._socket_cache.pop(gone)
-
-
 def test_what_comes_late_opens_no_book_again(bench: Bench):
     """A thread that reads messages, or watches prefills, has looked at a room just before the scheduler closes it."""
     req = begun(bench)
@@ -1134,7 +1109,7 @@ def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
     req = short_of_memory(bench)
     heard_of(bench, req)
     for _ in range(3):
-        bench.prefill.decode_watch._check()
+        bench.prefill.decode_watch.check()
     bench.gone = False
     make_room(bench)
     bench.drain()

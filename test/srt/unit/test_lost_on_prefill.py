@@ -7,7 +7,7 @@ import pytest
 import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import peer_liveness
+from sglang.srt.disaggregation.common.peer_sockets import Loss
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
@@ -122,15 +122,15 @@ def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pyte
     manager = loop.wire.prefill[0].manager
     gone: set = set()
     lost: list[int] = []
-    monkeypatch.setattr(peer_liveness, "gone", lambda endpoints: gone & {*endpoints})
-    monkeypatch.setattr(manager.decode_watch, "_on_gone", lambda: lost.append(len(gone)))
-    manager.decode_watch._check()
+    monkeypatch.setattr(manager.peer_sockets, "lost", lambda: dict.fromkeys(gone, Loss(0.0, True)))
+    monkeypatch.setattr(manager.decode_watch, "_on_lost", lambda: lost.append(len(gone)))
     askers = manager._askers(ROOM)
+    manager.peer_sockets.reached |= askers
 
     def before(scheduler: PrefillScheduler) -> None:
         if scheduler.tp_rank == 0 and len(scheduler.steps) >= 2:
             gone.update(askers)
-            manager.decode_watch._check()
+            manager.decode_watch.check()
 
     loop.before = before
     loop.run(10)
@@ -146,11 +146,11 @@ def test_what_a_decode_that_is_gone_has_asked_for_is_forgotten(loop: PrefillLoop
     manager = loop.wire.prefill[0].manager
     nixl_wire.until(lambda: {OTHER, OTHER + 1} <= {*manager.transfer_infos}, "decode has asked")
     watch, gone = manager.decode_watch, manager._askers(OTHER)
-    monkeypatch.setattr(peer_liveness, "gone", lambda endpoints: set())
-    watch._check()
+    watch.check()
     assert {ROOM, OTHER, OTHER + 1} <= {*manager.transfer_infos}
-    monkeypatch.setattr(peer_liveness, "gone", lambda endpoints: gone & {*endpoints})
-    watch._check()
+    manager.peer_sockets.reached |= gone
+    monkeypatch.setattr(manager.peer_sockets, "lost", lambda: dict.fromkeys(gone, Loss(0.0, True)))
+    watch.check()
     # It is here, and ends with its poll.
     assert {*manager.transfer_infos} == {ROOM}
     assert not {OTHER, OTHER + 1} & {*manager.request_status}

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import staging_buffer
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
+from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import conn, failed_sessions, wire
@@ -39,12 +40,11 @@ from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVSender,
     TransferInfo,
 )
-from sglang.srt.disaggregation.mooncake.wire import Peer, post
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from waiting import until
-from wire_ends import Ends, first_pages, keep_threads_out
+from wire_ends import Ends, first_pages, keep_threads_out, watching
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -909,7 +909,7 @@ def test_the_end_of_a_write_is_not_that_of_the_next_request_of_its_room(monkeypa
     reasons(first.receivers)
     wait_quiet(first)
     # Behind the last word about the first one.
-    post(Peer("127.0.0.1", world.decode[0].manager.rank_port), [b"what is this"])
+    manager.connect_unwaiting("127.0.0.1", world.decode[0].manager.rank_port).send_multipart([b"what is this"])
     until(lambda: "Ignored a message" in caplog.text, "decode has read it")
     if not begun:
         world.assert_books_closed()
@@ -988,7 +988,7 @@ def test_each_decode_rank_is_told_once_of_the_end(world: World, how: str, monkey
     until(lambda: not prefill.manager.queued, "nothing is written any more")
     request.wait_receivers(KVPoll.Failed)
     wait_quiet(request)
-    post(Peer("127.0.0.1", decode.manager.rank_port), [b"what is this"])
+    prefill.manager.connect_unwaiting("127.0.0.1", decode.manager.rank_port).send_multipart([b"what is this"])
     until(lambda: heard[-1:] == [[b"what is this"]], "all has come")
     assert [frames[:3] for frames in heard[:-1]] == [[b"1", b"%d" % KVPoll.Failed, b"0"]] and len(heard[0]) == 4
     again = world.request(1, 24, 4)
@@ -1096,12 +1096,12 @@ def test_a_failure_that_could_not_be_told_is_told_when_decode_gives_up(world: Wo
     request = world.request(1, 24, 4).bootstrap(fenced=True)
     taken = []
 
-    def refuse(peer: Peer, frames: list[bytes]) -> None:
-        taken.append(frames)
+    def refuse(sockets: PeerSockets, *args: Any) -> None:
+        taken.append(args)
         raise OSError("Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(wire, "post", refuse)
+        patched.setattr(PeerSockets, "send", refuse)
         request.senders[0].fail("out of luck")
         request.wait_senders(KVPoll.Failed)
     assert taken and request.receivers[0].poll() == KVPoll.WaitingForInput
@@ -1534,8 +1534,10 @@ def test_a_prefill_that_never_answers_is_not_waited_for_for_ever(world: World) -
     gone = world.request(2, 24, 4).bootstrap(fenced=True)
     give_up(gone)
     assert not gone.receivers[0].writers_done()
-    gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": free_ports(1)[0]}]
-    until(gone.receivers[0].writers_done, "it is found out that nobody listens there")
+    (port,), sockets = free_ports(1), world.decode[0].manager.peer_sockets
+    gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": port}]
+    world.decode[0].manager.connect_unwaiting("127.0.0.1", port)
+    until(lambda: sockets.look(0.01) or gone.receivers[0].writers_done(), "it is found out that nobody listens there")
 
 
 def test_a_request_of_a_room_that_has_ended_well_is_given_up_as_any_other(world: World) -> None:
@@ -1898,7 +1900,10 @@ def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
     (port,) = free_ports(1)
     for info in request.senders[0].state.asked.values():
         info.dst_port = port
-    request.wait_senders(KVPoll.Failed)
+    sockets = world.prefill[0].manager.peer_sockets
+    sockets.watch("127.0.0.1", port)
+    with watching(sockets):
+        request.wait_senders(KVPoll.Failed)
     assert "which was to grant staging memory, is gone" in reasons(request.senders)[0]
     world.close()
 
@@ -2051,12 +2056,11 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
     world = staged(monkeypatch, 2, 1, pieces=2)
     told, ending = threading.Event(), threading.Event()
     stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
-    tell, close_books = mooncake_staging.post, ends.receivers[0]._forget_room
+    tell, close_books = PeerSockets.send, ends.receivers[0]._forget_room
 
-    def cannot(peer, frames: list[bytes]) -> None:
+    def cannot(sockets: PeerSockets, endpoint: str, is_ipv6: bool, waits: bool, frames: list[bytes], flags: int) -> Any:
         if mooncake_staging.GRANT not in frames:
-            tell(peer, frames)
-            return
+            return tell(sockets, endpoint, is_ipv6, waits, frames, flags)
         told.set()
         assert ending.wait(30)
         raise zmq.Again
@@ -2065,7 +2069,7 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
         ending.set()
         close_books()
 
-    monkeypatch.setattr(mooncake_staging, "post", cannot)
+    monkeypatch.setattr(PeerSockets, "send", cannot)
     ends.receivers[0]._forget_room = close
     scheduler = threading.Thread(target=lambda: told.wait(30) and ends.receivers[0].end(), daemon=True)
     scheduler.start()

@@ -1,84 +1,262 @@
-"""Sockets to peers: as many as a fleet needs, and none for those that are no more."""
+"""Sockets to peers, and what ZeroMQ says of these: real ones, in processes that are killed or stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import peer_liveness, peer_sockets
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.common.peer_sockets import UNUSED_S, PeerSockets
-from sglang.srt.disaggregation.common.peer_watch import SocketSweep
+from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from test_mooncake_wire import World as MooncakeWorld
 from test_nixl_wire import World
 from waiting import until
+from wire_ends import close_sockets, watching
 
 # Of networks that are for documents only: no such host answers.
 VANISHED = "tcp://192.0.2.1:{}"
+# What a worker without this package does: it binds a socket, and knows of no heartbeats.
+PEER = """
+import ctypes, sys, time, zmq
+pull = zmq.Context().socket(zmq.PULL)
+port = int(sys.argv[1])
+port = pull.bind(f"tcp://127.0.0.1:{port}") and port if port else pull.bind_to_random_port("tcp://127.0.0.1")
+print(port, flush=True)
+while True:
+    if pull.recv() == b"hold":
+        # With the lock of its interpreter.
+        ctypes.PyDLL(None).sleep(3)
+        print("held", flush=True)
+"""
 
 
-@pytest.fixture(autouse=True)
-def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, int]]]:
-    """Those that refuse; and no socket is left of the test."""
-    refused: set[tuple[str, int]] = set()
-    monkeypatch.setattr(peer_liveness, "refusing", lambda endpoints: refused & set(endpoints))
-    before = set(CommonKVReceiver.socket_endpoints())
-    yield refused
-    for endpoint in set(CommonKVReceiver.socket_endpoints()) - before:
-        CommonKVReceiver.close_socket(endpoint)
+class Peer:
+    """One such worker, in a process of its own."""
+
+    def __init__(self, port: int = 0):
+        self.process = subprocess.Popen([sys.executable, "-c", PEER, str(port)], stdout=subprocess.PIPE, text=True)
+        self.port = int(self.said())
+        self.at, self.endpoint = ("127.0.0.1", self.port), f"tcp://127.0.0.1:{self.port}"
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
-def sweep(sockets: SocketSweep) -> None:
-    """It is time to."""
-    sockets._swept_at -= 1e6
-    sockets.sweep()
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made = Peer()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerSockets]:
+    """Whose heartbeats are fast."""
+    monkeypatch.setattr(peer_sockets, "HEARTBEAT_S", 0.2)
+    made = PeerSockets(CommonKVReceiver._ctx, answer_s=0.8)
+    yield made
+    close_sockets(made)
+
+
+def look_until(sockets: PeerSockets, condition: Callable[[], object], what: str) -> None:
+    until(lambda: sockets.look(0.01) or condition(), what)
+
+
+def meet(sockets: PeerSockets, peer: Peer) -> None:
+    """Connect to it."""
+    sockets.watch(*peer.at)
+    look_until(sockets, lambda: peer.at in sockets.connected, "the connection")
+
+
+def test_a_peer_that_is_killed_is_gone_at_once(sockets: PeerSockets, peer: Peer):
+    meet(sockets, peer)
+    assert not sockets.lost()
+    began = time.monotonic()
+    peer.end()
+    look_until(sockets, lambda: sockets.lost(), "its loss")
+    assert time.monotonic() - began < 1
+    assert sockets.are_gone([peer.at]) and not sockets.are_gone([peer.at, ("127.0.0.1", 1)])
+    assert not sockets._peers and peer.at in sockets.reached and peer.at not in sockets.connected
+
+
+def test_a_peer_that_stands_still_is_lost_and_comes_back(sockets: PeerSockets, peer: Peer):
+    """What it was sent is not, and nobody takes it for dead."""
+    meet(sockets, peer)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    look_until(sockets, lambda: sockets.lost(), "its loss")
+    # No sooner than its answer may take.
+    assert time.monotonic() - began > 0.8
+    assert not sockets.lost()[peer.at].gone and not sockets.are_gone([peer.at])
+    os.kill(peer.process.pid, signal.SIGCONT)
+    look_until(sockets, lambda: not sockets.lost(), "its return")
+    assert peer.at in sockets.connected
+    # And one that dies while it stands still.
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    look_until(sockets, lambda: sockets.lost(), "its second loss")
+    assert not sockets.are_gone([peer.at])
+    peer.end()
+    look_until(sockets, lambda: sockets.are_gone([peer.at]), "its end")
+
+
+def test_one_that_has_spoken_again_is_about_to_come_back(sockets: PeerSockets, peer: Peer):
+    meet(sockets, peer)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    look_until(sockets, lambda: sockets.lost(), "its loss")
+    sockets.watch(*peer.at)
+    sockets.look(0)
+    assert not sockets.lost()
+    look_until(sockets, lambda: sockets.lost(), "its loss if it has not")
+
+
+def test_an_interpreter_that_is_held_up_loses_nobody(sockets: PeerSockets, peer: Peer):
+    """Here, where nobody looks for several times as long as an answer may take, or there."""
+    meet(sockets, peer)
+    time.sleep(3)
+    sockets.look(0)
+    assert not sockets.lost() and peer.at in sockets.connected
+    sockets.connect(peer.endpoint, waits=False).send_multipart([b"hold"])
+    with watching(sockets):
+        assert peer.said() == "held\n"
+    assert not sockets.lost() and peer.at in sockets.connected
+
+
+class Proxy:
+    """A way to a peer, which can be broken."""
+
+    def __init__(self, port: int):
+        self.port, self.ends, self.broken = port, [], threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.at = "127.0.0.1", self.listener.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = self.listener.accept()[0], socket.create_connection(("127.0.0.1", self.port))
+                self.ends += ends
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while said := one.recv(4096):
+                other.sendall(said)
+
+    def breaks(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_a_connection_that_breaks_loses_nobody_who_is_there(sockets: PeerSockets, peer: Peer):
+    proxy = Proxy(peer.port)
+    sockets.watch(*proxy.at)
+    look_until(sockets, lambda: proxy.at in sockets.connected, "the connection")
+    proxy.breaks()
+    look_until(sockets, lambda: proxy.at not in sockets.connected, "its end")
+    look_until(sockets, lambda: proxy.at in sockets.connected or sockets.lost(), "another one")
+    assert not sockets.lost()
+    proxy.listener.close()
+
+
+def test_nothing_is_probed_while_connections_last(sockets: PeerSockets, peer: Peer, monkeypatch: pytest.MonkeyPatch):
+    meet(sockets, peer)
+    probed: list[set] = []
+    monkeypatch.setattr(peer_liveness, "_refused", lambda addresses: probed.append(set(addresses)) or set())
+    with watching(sockets):
+        time.sleep(1)
+    assert not any(probed) and peer.at in sockets.connected
+
+
+def test_a_peer_that_never_was_there_is_gone(sockets: PeerSockets, peer: Peer):
+    """As a scheduler that its prefill's bootstrap server goes on to name."""
+    peer.end()
+    sockets.connect(peer.endpoint, waits=False)
+    look_until(sockets, lambda: sockets.are_gone([peer.at]), "its loss")
+    assert peer.at not in sockets.reached
+
+
+def test_who_listens_in_the_place_of_one_that_is_gone_is_another(sockets: PeerSockets, peer: Peer):
+    meet(sockets, peer)
+    peer.end()
+    look_until(sockets, lambda: sockets.are_gone([peer.at]), "its end")
+    other = Peer(peer.port)
+    try:
+        # Before it has answered.
+        sockets.connect(other.endpoint, waits=False)
+        assert not sockets.are_gone([other.at])
+        look_until(sockets, lambda: other.at in sockets.connected, "the connection")
+        assert not sockets.lost()
+    finally:
+        other.end()
+
+
+def test_what_is_sent_for_the_engine_says_nothing_of_a_peer_and_is_closed_with_it(sockets: PeerSockets, peer: Peer):
+    """Decode without this package is sent no heartbeats."""
+    sockets.connect(peer.endpoint).send_multipart([b"word"])
+    ((_, found),) = sockets._peers.items()
+    assert found.socket.get(zmq.HEARTBEAT_IVL) <= 0
+    look_until(sockets, lambda: found.was_there, "the connection")
+    peer.end()
+    look_until(sockets, lambda: not sockets._peers, "its end")
+    assert found.socket.closed and not sockets.lost() and not sockets.reached
+
+
+def test_what_no_socket_can_be_made_of_is_not_looked_after(sockets: PeerSockets):
+    """ZeroMQ's thread, which answers for this worker's life, would ask DNS for a name."""
+    for host, port in (("localhost", 1), ("no such host", 1), ("", 1), ("127.0.0.1", 1 << 20), ("127.0.0.1", -1)):
+        sockets.watch(host, port)
+    assert not sockets._peers
+
+
+def test_a_peer_that_vanished_is_forgotten(sockets: PeerSockets, monkeypatch: pytest.MonkeyPatch):
+    """As a deleted pod, whose address never refuses. The next message makes a new socket."""
+    sockets.connect(VANISHED.format(1), waits=False)
+    ((_, found),) = sockets._peers.items()
+    assert found.away_since is not None
+    found.away_since -= 1.1
+    sockets.look(0)
+    assert found.at not in sockets.reached and not sockets.are_gone([found.at]) and [*sockets.lost()] == [found.at]
+    found.away_since -= peer_sockets.FORGOTTEN_S
+    with found.lock:
+        # Not while somebody sends.
+        sockets.look(0)
+        assert sockets._peers and not found.socket.closed
+    sockets.look(0)
+    assert not sockets._peers and found.socket.closed
+    later = time.monotonic() + peer_sockets.FORGOTTEN_S
+    monkeypatch.setattr(peer_sockets.time, "monotonic", lambda: later)
+    sockets.look(0)
+    assert not sockets.lost()
 
 
 def test_there_is_a_socket_for_a_new_prefill_after_a_thousand_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ has 1023 in a context; a deleted pod's address never refuses, so none of them was ever closed."""
     world = World(monkeypatch)
+    sockets = world.decode[0].manager.peer_sockets
     for port in range(20000, 21023):
-        CommonKVReceiver._connect(VANISHED.format(port))
+        sockets.connect(VANISHED.format(port))
     world.assert_healthy()
 
 
-def age(endpoints: list[str], seconds: float) -> None:
-    for endpoint in endpoints:
-        CommonKVReceiver._used_at[endpoint] -= seconds
-
-
-def test_a_socket_that_nobody_uses_is_closed_and_one_of_a_prefill_in_use_is_not(
-    monkeypatch: pytest.MonkeyPatch, nobody_answers: set[tuple[str, int]]
-) -> None:
-    world = World(monkeypatch)
-    world.request(1).start_prefill().start_decode()
-    manager = world.decode[0].manager
-    in_use = f"tcp://127.0.0.1:{world.prefill[0].manager.rank_port}"
-    vanished, recent, gone = (VANISHED.format(port) for port in (1, 2, 3))
-    for endpoint in (vanished, recent, gone):
-        CommonKVReceiver._connect(endpoint)
-    age([in_use, vanished], UNUSED_S)
-    age([recent], UNUSED_S / 2)
-    nobody_answers.add(("192.0.2.1", 3))
-    sockets = {at: CommonKVReceiver._socket_cache[at] for at in (in_use, vanished, recent, gone)}
-    sweep(manager.sweep)
-    assert [sockets[at].closed for at in (in_use, vanished, recent, gone)] == [False, True, False, True]
-    # Once its prefill is lost there is nothing more to say to it. Who speaks to it again gets a new one.
-    manager.forget_connections(world.request(2).start_decode().receivers[0].bootstrap_addr)
-    age([in_use], UNUSED_S)
-    sweep(manager.sweep)
-    assert sockets[in_use].closed
-    world.assert_healthy()
-
-
-@contextmanager
+@contextlib.contextmanager
 def puller() -> Iterator[tuple[zmq.Socket, str]]:
     with zmq.Context.instance().socket(zmq.PULL) as made:
         made.linger = 0
@@ -87,30 +265,8 @@ def puller() -> Iterator[tuple[zmq.Socket, str]]:
         yield made, f"tcp://127.0.0.1:{port}"
 
 
-def test_what_waits_in_an_unused_socket_still_goes_through() -> None:
-    """Its peer may come back, as one behind a way that was cut."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
-        made = PeerSockets(CommonKVReceiver._ctx)
-        sent, lock = CommonKVReceiver._connect(endpoint)
-        with lock:
-            sent.send_multipart([b"one"])
-        made.connect(endpoint).send_multipart([b"two"])
-        age([endpoint], UNUSED_S)
-        made._used_at[endpoint] -= UNUSED_S
-        CommonKVReceiver.close_socket(endpoint, UNUSED_S)
-        made.close_socket(endpoint, UNUSED_S)
-        assert endpoint not in CommonKVReceiver.socket_endpoints() and not made.socket_endpoints()
-    with zmq.Context.instance().socket(zmq.PULL) as pull:
-        pull.linger = 0
-        pull.bind(endpoint)
-        pull.rcvtimeo = 60_000
-        assert {pull.recv(), pull.recv()} == {b"one", b"two"}
-
-
 def test_a_mooncake_prefill_keeps_no_thread_and_no_socket_of_decode_ranks_that_ended(
-    monkeypatch: pytest.MonkeyPatch, nobody_answers: set[tuple[str, int]]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine has a context of its own for each, with two threads."""
     world = MooncakeWorld(monkeypatch)
@@ -125,21 +281,18 @@ def test_a_mooncake_prefill_keeps_no_thread_and_no_socket_of_decode_ranks_that_e
                 # Those of the test's own context are among them at each turn.
                 until(lambda n=threads: n is None or len(os.listdir("/proc/self/task")) <= n, "no thread more")
                 threads = threads or len(os.listdir("/proc/self/task"))
-            nobody_answers.add(("127.0.0.1", port))
-        sweep(manager.sweep)
-        assert not manager.peer_sockets.socket_endpoints()
+        look_until(manager.peer_sockets, lambda: not manager.peer_sockets._peers, "the end of all")
         world.request(1, 24, 8).bootstrap().send().finish()
     finally:
         world.close()
 
 
-def test_messages_of_several_threads_to_one_peer_are_whole_and_in_order() -> None:
-    made = PeerSockets(CommonKVReceiver._ctx)
+def test_messages_of_several_threads_to_one_peer_are_whole_and_in_order(sockets: PeerSockets) -> None:
     with puller() as (pull, endpoint):
 
         def say(name: bytes) -> None:
             for i in range(200):
-                made.connect(endpoint).send_multipart([name, b"%d" % i])
+                sockets.connect(endpoint).send_multipart([name, b"%d" % i])
 
         threads = [threading.Thread(target=say, args=(b"%d" % n,)) for n in range(4)]
         for thread in threads:
@@ -150,24 +303,33 @@ def test_messages_of_several_threads_to_one_peer_are_whole_and_in_order() -> Non
             heard.setdefault(name, []).append(int(i))
         for thread in threads:
             thread.join()
-        made.close_socket(endpoint)
     assert len(heard) == 4 and all(said == [*range(200)] for said in heard.values())
 
 
-def test_a_sweep_does_not_wait_for_who_waits_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill sends as the engine does, which waits where the queue to a peer is full."""
-    made = PeerSockets(CommonKVReceiver._ctx)
-    made.connect(VANISHED.format(9))
-    _, lock = made._sockets[VANISHED.format(9)]
-    with lock:
-        made.close_socket(VANISHED.format(9))
-    assert made.socket_endpoints()
-    made.close_socket(VANISHED.format(9), UNUSED_S)
-    assert made.socket_endpoints(), "it has been used"
-    later = time.monotonic() + UNUSED_S + 60
-    monkeypatch.setattr(peer_sockets.time, "monotonic", lambda: later)
-    made.close_socket(VANISHED.format(9), UNUSED_S)
-    assert not made.socket_endpoints()
+def test_a_worker_fails_what_it_has_of_a_peer_that_is_killed(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> None:
+    """The request of a decode rank that says what waits in it and ends before that request has come; and again."""
+    world = World(monkeypatch)
+    manager = world.prefill[0].manager
+    check = manager.decode_watch.check
+
+    def say(room: int) -> None:
+        world.push([b"NixlMsgGuard", b"%d" % room, b"127.0.0.1", b"%d" % peer.port, b"agent", b"queued"])
+        until(lambda: room in manager.rooms.waiting, "the word")
+
+    with watching(manager.peer_sockets, check):
+        say(7)
+        until(lambda: peer.at in manager.peer_sockets.connected, "the connection")
+        here = world.request(7).start_prefill()
+        assert here.senders[0].poll() == KVPoll.Bootstrapping
+        peer.end()
+        here.wait_senders(KVPoll.Failed)
+        # What it had said before is read only now.
+        say(8)
+        late = world.request(8).start_prefill()
+        late.wait_senders(KVPoll.Failed)
+    for lost in (here, late):
+        with pytest.raises(RuntimeError, match=f"decode 127.0.0.1:{peer.port} is gone: it refuses connections"):
+            lost.senders[0].failure_exception()
 
 
 @pytest.mark.parametrize("backend", [World, MooncakeWorld])

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation import computed_rooms, peer_calls, refusal, refus
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import bootstrap_routes, peer_watch
 from sglang.srt.disaggregation.common.authentication import Secret
-from sglang.srt.disaggregation.common.conn import nothing_listens
+from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -455,7 +455,7 @@ def test_what_a_bare_decode_worker_asks_for_in_vain_is_forgotten_when_it_has_giv
     world.request(ROOM + 2, prompt_len=26, prefix_len=8).start_decode().ask()
     until(lambda: len(prefill.manager.transfer_infos) == 3, "asked")
     begun.start_prefill()
-    look, clock = prefill.manager.decode_watch._check, [time.monotonic()]
+    look, clock = prefill.manager.decode_watch.check, [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     look()
     clock[0] += prefill.manager.transfer_timeout - 1

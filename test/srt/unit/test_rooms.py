@@ -161,15 +161,10 @@ def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.Mon
     assert 1 not in rooms.waiting, "a word that comes too late"
 
 
-def test_newcomers_are_told_of_once() -> None:
-    rooms = Rooms()
-    rooms.wait_for_newcomers(0)
-    assert not rooms.take_newcomers() and not rooms.hears_of_waiting
+def test_who_speaks_is_looked_after() -> None:
+    spoken: list[tuple[str, int]] = []
+    rooms = Rooms(lambda host, port: spoken.append((host, port)))
+    assert not rooms.hears_of_waiting
     rooms.note_peer("a", 1)
-    rooms.note_peer("a", 2)
-    rooms.note_peer("a", 1)
-    assert rooms._spoken.is_set() and rooms.hears_of_waiting
-    assert rooms.take_newcomers() == {("a", 1), ("a", 2)}
-    assert not rooms._spoken.is_set() and not rooms.take_newcomers()
-    rooms.note_peer("a", 1)
-    assert not rooms.take_newcomers(), "known by now"
+    rooms.note_waiting(1, "a", 2)
+    assert spoken == [("a", 1), ("a", 2)] and rooms.hears_of_waiting

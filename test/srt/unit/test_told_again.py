@@ -17,17 +17,16 @@ from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import delta_receiver
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, parse_capabilities
-from sglang.srt.disaggregation.common.pulse import CATCH_UP_S
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from waiting import until
+from wire_ends import close_sockets
 
 WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
 
@@ -43,20 +42,22 @@ def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: p
     (receiver,) = request.receivers
     receiver.fenced = True
     first = receiver.bootstrap_infos[0]["rank_port"]
-    connect, closed = receiver._connect_to_bootstrap_server, []
+    sockets, asked = receiver.kv_mgr.peer_sockets, []
+    get = sockets._get
 
-    def lose(info: dict) -> Any:
-        found = connect(info)
-        if info["rank_port"] == first and not closed:
-            closed.append(info)
-            CommonKVReceiver.close_socket(f"tcp://127.0.0.1:{first}")
+    def lose(endpoint: str, *args: Any) -> Any:
+        found = get(endpoint, *args)
+        asked.append(endpoint)
+        # Once to make sure of it, and once to send.
+        if endpoint.endswith(f":{first}") and asked.count(endpoint) == 2:
+            close_sockets(sockets)
         return found
 
-    receiver._connect_to_bootstrap_server = lose
+    monkeypatch.setattr(sockets, "_get", lose)
     receiver.fail("decode gives it up")
     assert receiver.poll() == KVPoll.Failed
     receiver.cancel()
-    assert closed and [peer["rank_port"] for peer in receiver.state.untold] == [first]
+    assert [peer["rank_port"] for peer in receiver.state.untold] == [first]
 
     def quiet() -> bool:
         for rank in world.prefill:
@@ -328,8 +329,8 @@ def test_a_prefill_rank_that_takes_no_word_is_told_soon_and_keeps_none_from_the_
     woke_at = step(80)
     assert len(told[ports[1 - deaf]]) == 2 and not told[ports[deaf]]
     stands_still = False
-    step(CATCH_UP_S)
-    assert len(told[ports[deaf]]) == 1 and told[ports[deaf]][0] < woke_at + CATCH_UP_S
+    step(3)
+    assert len(told[ports[deaf]]) == 1 and told[ports[deaf]][0] < woke_at + 3
     step(60)
     assert len(told[ports[deaf]]) == 1, "once is enough"
     step(30)

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.common import handshakes, peer_watch, pulse
+from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from typing_extensions import Self
 from waiting import until
+
+# Those of the workers that tests have made. Each closes them in the end.
+MADE: list[PeerSockets] = []
 
 
 def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no thread watch peers, and have what a scheduler leaves to threads done before it looks for it."""
     # These threads outlive the test.
     monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-    for watch in (peer_watch.PrefillWatch, peer_watch.DecodeWatch):
-        monkeypatch.setattr(watch, "run", lambda watch: None)
-    monkeypatch.setattr(pulse.Pulse, "start", lambda self: None)
+    monkeypatch.setattr(PeerSockets, "start", lambda sockets, check: MADE.append(sockets))
     monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
+
+
+def close_sockets(sockets: PeerSockets) -> None:
+    """All that lead to peers."""
+    for key, peer in list(sockets._peers.items()):
+        sockets._drop(key, peer)
+
+
+@contextmanager
+def watching(sockets: PeerSockets, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """What a worker's thread does, for as long as this lasts."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            check()
+            sockets.look(0.02)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
 
 
 def first_pages(manager: Any, room: int) -> list[int]:

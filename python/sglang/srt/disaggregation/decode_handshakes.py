@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 READY, WAITING, FAILED, BOOTSTRAPPING = Phase.READY, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Bootstrapping
 # Messages about requests that wait, in one step; 20 us each.
 ANNOUNCEMENTS = 16
-# Seconds after which those ranks of a prefill are told again that took no messages: they may have stood still, and know
-# `CATCH_UP_S` after that who has spoken.
+# Seconds after which those ranks of a prefill are told again that took no messages: they may have stood still.
 MISSED_AGAIN_S = 2.0
 
 

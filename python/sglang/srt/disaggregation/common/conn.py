@@ -7,9 +7,9 @@ of pipeline stages: #28229 (open).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +29,9 @@ from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes, forget_heartbeats
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
-from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
-from sglang.srt.disaggregation.common.peer_liveness import Endpoint, PeerLiveness, nothing_listens
-from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSockets
-from sglang.srt.disaggregation.common.peer_watch import (
-    DecodeWatch,
-    PrefillWatch,
-    SocketSweep,
-    Unclaimed,
-    ports_in_use,
-    ports_of,
-)
+from sglang.srt.disaggregation.common.peer_liveness import Endpoint
+from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSockets, answer_s
+from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, Unclaimed, fail_lost_prefills
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -60,7 +52,6 @@ __all__ = [
     "CommonKVManager",
     "CommonKVReceiver",
     "CommonKVSender",
-    "nothing_listens",
     "requests",
 ]
 
@@ -84,15 +75,17 @@ class CommonKVManager(engine.CommonKVManager):
         # not known): both set by the queue that makes this manager.
         self.page_digests: PageDigests | None = None
         self.num_layers: int | None = None
+        # What is sent to peers goes over these, which know who of them is lost.
+        self.peer_sockets = PeerSockets(CommonKVReceiver._ctx, answer_s())
         # Prefill: its requests, and what decode has said of them; the lock goes for transfer_infos too. Decode ranks
         # that gave a live room up and have not been answered, and which of those that asked have been told of the end.
-        self.rooms = Rooms()
+        self.rooms = Rooms(self.peer_sockets.watch)
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
         # Seconds for which prefill may write KV that it has been asked for. It tells decode, which keeps pages so. Read
         # once: it is asked for of each request in each step.
         self.transfer_timeout: float = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        # Decode: what it knows of prefills, and what leads to them. Both: which peers are gone, for the scheduler.
+        # Decode: what it knows of prefills, and what leads to them.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
             lambda: self.has_state,
@@ -100,32 +93,30 @@ class CommonKVManager(engine.CommonKVManager):
             lambda addr: super(CommonKVManager, self).try_ensure_parallel_info(addr),
         )
         self.connections = Connections()
-        self.liveness = PeerLiveness()
-        self.peer_sockets = PeerSockets(CommonKVReceiver._ctx)
         super().__init__(*args, **kwargs)
         if (key := secret()) is not None:
             own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
             self.server_socket = VerifyingSocket(self.server_socket, own, key)
         # Made by the queue that makes this manager.
         self.counters = KvTransferCounters.get(self.server_args)
-        # Looks for sockets of dead peers; and what looks after this worker's peers, with it.
-        self.sweep = SocketSweep((CommonKVReceiver, self.peer_sockets), lambda: ports_in_use(self))
         if self.has_radix:
             global _rank_answers
             _rank_answers = _rank_answers or RankAnswers()
-            tracker = self.addr_to_rooms_tracker
-            self.prefill_watch = PrefillWatch(
-                self._prefill_ports, lambda addr: bool(tracker.get(addr)), self._handle_node_failure, self.sweep
-            )
-            self.prefill_watch.start()
+            self.peer_sockets.start(lambda: fail_lost_prefills(self))
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            lost_peer = self.counters.lost_peer
-            self.decode_watch = DecodeWatch(self.rooms, self._askers, self.sweep, Unclaimed(self), lost_peer)
-            self.decode_watch.start()
+            lost_peer, unclaimed = self.counters.lost_peer, Unclaimed(self)
+            self.decode_watch = DecodeWatch(self.peer_sockets, self.rooms, self._askers, unclaimed, lost_peer)
+            self.peer_sockets.start(self.decode_watch.check)
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
         """Replaces the engine's sockets, which stay for good; and messages are signed where there is a secret."""
         return _signing(self.peer_sockets.connect(endpoint, is_ipv6), endpoint)
+
+    def connect_unwaiting(self, host: str, port: int):
+        """The socket to a peer with a radix cache, or of a worker with one. Who sends does not wait: see `NotTaken`."""
+        address = NetworkAddress(host, port)
+        endpoint = address.to_tcp()
+        return _signing(self.peer_sockets.connect(endpoint, address.is_ipv6, waits=False), endpoint)
 
     @property
     def has_radix(self) -> bool:
@@ -173,10 +164,6 @@ class CommonKVManager(engine.CommonKVManager):
             # A copy in one go: not all who make connections take the lock.
             for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
                 self.connection_pool.pop(key, None)
-
-    def _prefill_ports(self) -> dict[str, set[Endpoint]]:
-        # Copies in one go: the scheduler makes connections.
-        return ports_of(list(self.prefill_info_table), dict(self.connection_pool))
 
     def _askers(self, room: int) -> set[Endpoint]:
         """The decode ranks with the flag that have asked for the KV of a room."""
@@ -335,8 +322,6 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
 
     _ctx = engine.CommonKVReceiver._ctx
     _ctx.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
-    # When each socket was last asked for, by the monotonic clock.
-    _used_at: ClassVar[dict[str, float]] = {}
 
     @staticmethod
     def query_prefill_dp_ranks(bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
@@ -348,35 +333,17 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
-        """Messages are signed where there is a secret, and with a radix cache no sender waits."""
-        # First: nobody may close between this and the message what has not been used for long.
-        cls._used_at[endpoint] = time.monotonic()
+        """Messages are signed where there is a secret."""
         socket, lock = super()._connect(endpoint, is_ipv6)
-        if _rank_answers is not None:
-            socket = UnwaitingSocket(socket, endpoint)
         return _signing(socket, endpoint), lock
 
-    @classmethod
-    def socket_endpoints(cls) -> list[str]:
-        """To what there are sockets."""
-        return list(cls._socket_cache)
-
-    @classmethod
-    def close_socket(cls, endpoint: str, unused_s: float | None = None) -> None:
-        """Close the socket to a peer that is gone; the next message makes a new one.
-
-        unused_s: only if it has not been used for so many seconds, and what waits in it has as long to go.
-        """
-        with cls._global_lock:
-            now = time.monotonic()
-            if unused_s is not None and now - cls._used_at.setdefault(endpoint, now) < unused_s:
-                return
-            socket, lock = cls._socket_cache.pop(endpoint, None), cls._socket_locks.pop(endpoint, None)
-            cls._used_at.pop(endpoint, None)
-        if socket is not None:
-            # Nobody may be writing to it. Who comes later with it in hand gets an error, and fails what is lost anyway.
-            with lock:
-                socket.close(linger=int(1000 * (unused_s or 0)))
+    def _connect_to_bootstrap_server(self, bootstrap_info: dict):
+        """Replaces the engine's sockets with a radix cache: no sender waits, and it is known whether the peer lives."""
+        if not self.kv_mgr.has_radix:
+            return super()._connect_to_bootstrap_server(bootstrap_info)
+        socket = self.kv_mgr.connect_unwaiting(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
+        # It has a lock of its own.
+        return socket, nullcontext()
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):

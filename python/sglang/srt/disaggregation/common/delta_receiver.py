@@ -348,10 +348,9 @@ class DeltaReceiver(Base):
         # Failed on another rank only, this rank's part may well have arrived in full.
         if self.conclude_state == KVPoll.Success or not self.state.asked or self._is_quiet():
             return True
-        # Or nothing listens where their schedulers did. A failed health check does not say so: it asks another process,
-        # which may be slow while the writers go on.
+        # Or nothing listens any more where their schedulers did. Silence does not say so: the writers may go on.
         ranks = [(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or []]
-        return self.kv_mgr.liveness.are_gone(ranks, self.state.given_up_at)
+        return self.kv_mgr.peer_sockets.are_gone(ranks)
 
     def end(self) -> None:
         """Forget the room, and the reasons that came after the first one, which nobody reads."""

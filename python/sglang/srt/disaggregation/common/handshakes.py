@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from sglang.srt.disaggregation.common.peer_liveness import is_address
 from sglang.srt.disaggregation.peer_calls import in_background
 
 logger = logging.getLogger(__name__)
@@ -132,9 +133,12 @@ def forget_heartbeats(manager: Any, addr: str) -> None:
 
 
 def check_rank(addr: str, info: Any) -> None:
-    """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there."""
+    """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there.
+
+    For a name ZeroMQ's thread, which answers for this worker's life, would wait for DNS. The engine gives none.
+    """
     host, port = (info.get("rank_ip"), info.get("rank_port")) if isinstance(info, dict) else (None, None)
-    if not (isinstance(host, str) and host and type(port) is int and 0 < port < 65536):
+    if not (isinstance(host, str) and is_address(host) and type(port) is int and 0 < port < 65536):
         raise ConnectionError(f"prefill {addr} does not say where a rank listens: {str(info)[:200]!a}")
 
 

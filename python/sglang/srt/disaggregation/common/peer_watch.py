@@ -1,172 +1,41 @@
 """Each worker looks after the peers of its requests: what is lost with a process that ends is failed at once.
 
-A watch is a thread of its own. It knows of its worker only what it is handed.
-
 Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that was replaced.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from sglang.srt.disaggregation.common import peer_liveness
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
-from sglang.srt.disaggregation.common.peer_sockets import UNUSED_S
-from sglang.srt.disaggregation.common.rooms import REMEMBERED_ROOMS, Rooms
-from sglang.srt.utils.network import NetworkAddress
+from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
+from sglang.srt.disaggregation.common.rooms import Rooms
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the ports of a prefill with requests of this decode worker, and of one without.
-LOOK_S, IDLE_LOOK_S = 0.15, 2.0
-# A look takes at most one in so many seconds of a processor, and of the interpreter that it shares with a scheduler.
-SHARE = 20
 # Rooms that are gone through with the lock that the scheduler needs.
 AT_ONCE = 128
-# Seconds between two looks for sockets to peers that are gone.
-SWEEP_S = 10.0
 
 
-def host_and_port(addr: str) -> Endpoint:
-    """Of an address as the engine writes it."""
-    parsed = NetworkAddress.parse(addr)
-    return parsed.host, parsed.port
-
-
-def ports_of(
-    prefills: Iterable[str], connections: Mapping[str, Iterable[Mapping[str, Any]]]
-) -> dict[str, set[Endpoint]]:
-    """Of each prefill, by address, where its schedulers listen, or else its bootstrap server.
-
-    connections: the engine's, by a prefill's address and three ranks, with underscores between.
-    """
-    found: dict[str, set[Endpoint]] = {addr: set() for addr in prefills}
-    for key, infos in connections.items():
-        addr = key.rsplit("_", 3)[0]
-        if addr in found:
-            found[addr].update((info["rank_ip"], info["rank_port"]) for info in infos)
-    return {addr: ports or {host_and_port(addr)} for addr, ports in found.items()}
-
-
-def ports_in_use(manager: Any) -> set[Endpoint]:
-    """Where the prefill ranks listen to which a decode worker's requests may be sent, by its manager.
-
-    None on prefill, which connects anew to a decode rank that asks after a while.
-    """
-    # A copy in one go: the scheduler makes connections.
-    connections = dict(getattr(manager, "connection_pool", {}))
-    return {(info["rank_ip"], info["rank_port"]) for infos in connections.values() for info in infos}
-
-
-class Pause:
-    """Before a look: `LOOK_S`, and longer where the looks of this thread take long."""
-
-    def __init__(self) -> None:
-        self._since = time.thread_time()
-
-    def seconds(self) -> float:
-        """How long to wait, by the processor time since the last call."""
-        now, since = time.thread_time(), self._since
-        self._since = now
-        return max(LOOK_S, SHARE * (now - since))
-
-
-class Sockets(Protocol):
-    """Sockets to peers, by what they are connected to as ZeroMQ writes it."""
-
-    def socket_endpoints(self) -> list[str]: ...
-
-    def close_socket(self, endpoint: str, unused_s: float | None = None) -> None: ...
-
-
-class SocketSweep:
-    """Closes sockets, every `SWEEP_S` seconds: to peers at whose port nobody listens any more, and unused ones.
-
-    The engine keeps them. ZeroMQ goes on trying to reach each of them, ten times a second, and what still waits in one
-    is sent to whoever is given that port next. A peer whose host is gone, as a deleted pod's, does not refuse: its
-    socket is one that nobody uses, and a context has only so many.
-    """
-
-    def __init__(self, books: Sequence[Sockets], in_use: Callable[[], Iterable[Endpoint]] = lambda: ()):
-        """in_use: peers to which there may be something to say at any time."""
-        self._books, self._in_use = books, in_use
-        self._swept_at = time.monotonic()
-
-    def sweep(self) -> None:
-        """Look for them if it is time to."""
-        now = time.monotonic()
-        if now - self._swept_at < SWEEP_S:
-            return
-        self._swept_at = now
-        peers: dict[Endpoint, list[tuple[Sockets, str]]] = {}
-        for sockets in self._books:
-            for at in sockets.socket_endpoints():
-                peers.setdefault(host_and_port(at.removeprefix("tcp://")), []).append((sockets, at))
-        gone, in_use = peer_liveness.gone(peers), {*self._in_use()}
-        for peer, found in peers.items():
-            for sockets, at in found if peer in gone or peer not in in_use else ():
-                sockets.close_socket(at, None if peer in gone else UNUSED_S)
-
-
-class PrefillWatch:
-    """Decode: finds out which prefills are gone as soon as the operating system says that their processes are.
+def fail_lost_prefills(manager: Any) -> None:
+    """Decode: fail the requests of each prefill of which one scheduler is lost. manager: of this decode rank.
 
     The engine asks their bootstrap servers, and takes one for lost after two failures, ten seconds or more; one that
     was restarted meanwhile it never misses, and what it goes on to send nobody receives.
     """
-
-    def __init__(
-        self,
-        ports: Callable[[], dict[str, set[Endpoint]]],
-        is_awaited: Callable[[str], bool],
-        on_gone: Callable[[str], None],
-        sweep: SocketSweep,
-    ):
-        """ports: of each prefill, by address, where its processes listen. is_awaited: whether it has requests of this
-        worker. on_gone: is told of one that is gone."""
-        self._ports, self._is_awaited, self._on_gone, self._sweep = ports, is_awaited, on_gone, sweep
-        # When each was last looked at.
-        self._looked: dict[str, float] = {}
-
-    def start(self) -> None:
-        """Start the thread."""
-        threading.Thread(target=self.run, daemon=True, name="watch-prefills").start()
-
-    def run(self) -> None:
-        """Look again and again."""
-        pause = Pause()
-        while True:
-            time.sleep(pause.seconds())
+    lost = manager.peer_sockets.lost().keys()
+    # Keys are a prefill's address and three ranks, with underscores between. A copy in one go: the scheduler makes
+    # connections.
+    for key, infos in dict(manager.connection_pool).items() if lost else ():
+        addr = key.rsplit("_", 3)[0]
+        if addr in manager.prefill_info_table and any((info["rank_ip"], info["rank_port"]) in lost for info in infos):
             try:
-                self._sweep.sweep()
-                self._check()
+                manager._handle_node_failure(addr)
             except Exception:
-                logger.exception("Could not look after prefills")
-
-    def _check(self) -> None:
-        now, known = time.monotonic(), self._ports()
-        due = {
-            addr: ports
-            for addr, ports in known.items()
-            if self._is_awaited(addr) or now - self._looked.get(addr, 0.0) >= IDLE_LOOK_S
-        }
-        self._looked = {addr: at for addr, at in self._looked.items() if addr in known} | dict.fromkeys(due, now)
-        try:
-            gone = peer_liveness.gone(port for ports in due.values() for port in ports)
-        except Exception:
-            # One of them cannot be looked at: each by itself, which takes longer.
-            gone = None
-        for addr, ports in due.items():
-            try:
-                # One of its schedulers is enough.
-                if (peer_liveness.gone(ports) if gone is None else gone) & ports:
-                    self._on_gone(addr)
-            except Exception:
-                logger.exception("Could not look after prefill %s", addr)
+                logger.exception("Could not fail the requests of prefill %s", addr)
 
 
 class Books(Protocol):
@@ -214,7 +83,7 @@ class Unclaimed:
     def expire(self) -> None:
         """Forget what decode workers without the flag have asked for and must have given up.
 
-        They do not say so, and nobody looks at their ports. Their rooms may be used again.
+        They do not say so, and nobody looks after them. Their rooms may be used again.
         """
         now, rooms = time.monotonic(), self.rooms()
         for room in self._seen.keys() - set(rooms):
@@ -245,70 +114,51 @@ class Unclaimed:
 
 
 class DecodeWatch:
-    """Prefill: fails the requests of a decode rank as soon as the operating system says that it is gone.
+    """Prefill: fails the requests of a decode rank as soon as ZeroMQ says that it is lost.
 
     In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does; and the
-    router waits for both workers. Only of ranks that run with the flag; nobody is looked at who has no request here,
-    but once.
+    router waits for both workers. Only of ranks that run with the flag.
     """
 
     def __init__(
         self,
+        peers: PeerSockets,
         rooms: Rooms,
         asked: Callable[[int], Iterable[Endpoint]],
-        sweep: SocketSweep,
         unclaimed: Unclaimed,
-        on_gone: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
     ):
         """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock.
 
-        on_gone: called for each that is gone.
+        on_lost: called for each that is lost.
         """
-        self._rooms, self._asked, self._sweep, self._on_gone = rooms, asked, sweep, on_gone
+        self._peers, self._rooms, self._asked, self._on_lost = peers, rooms, asked, on_lost
         self._unclaimed = unclaimed
-        # Decode ranks that have not refused a connection, and those of them that have been found to be gone since.
-        self.reachable: set[Endpoint] = set()
+        # Decode ranks that have been found to be lost, and have not come back.
         self._told: set[Endpoint] = set()
 
-    def start(self) -> None:
-        """Start the thread, and the one that finds out whether this worker has stood still."""
-        self._rooms.pulse.start()
-        threading.Thread(target=self.run, daemon=True, name="watch-decodes").start()
-
-    def run(self) -> None:
-        """Look again and again."""
-        pause = Pause()
-        while True:
-            self._rooms.wait_for_newcomers(pause.seconds())
-            try:
-                self._sweep.sweep()
-                self._check()
-            except Exception:
-                logger.exception("Could not look after decode workers")
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Fail what is lost. Called again and again, by which it is also found out whether this worker stood still."""
+        self._rooms.pulse.beat()
         self._unclaimed.expire()
-        rooms = self._rooms_by_rank()
-        # Who ends now has been there.
-        ranks = rooms.keys() | self._rooms.take_newcomers()
-        gone = peer_liveness.gone(ranks)
-        if len(self.reachable) > REMEMBERED_ROOMS:
-            self.reachable.clear()
-        self.reachable |= ranks - gone
-        self._told = self._told.intersection(self.reachable) - (ranks - gone)
         # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
-        for host, port in gone & self.reachable & rooms.keys():
-            lost = rooms[host, port]
+        lost = {rank: loss for rank, loss in self._peers.lost().items() if rank in self._peers.reached}
+        self._told -= self._peers.connected
+        rooms = self._rooms_by_rank() if lost else {}
+        for rank in lost.keys() & rooms.keys():
+            (host, port), of_rank = rank, rooms[rank]
             reason = f"decode {host}:{port} is gone: it refuses connections"
+            if not lost[rank].gone:
+                reason = f"decode {host}:{port} has not answered for a while: it stands still, or the way to it is cut"
             # Not again for each request that comes after that.
-            if (host, port) not in self._told:
-                self._told.add((host, port))
-                logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(lost))
-                self._on_gone()
+            if rank not in self._told:
+                self._told.add(rank)
+                logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(of_rank))
+                self._on_lost()
             with self._rooms.lock:
                 # Nor may another of its ranks, or another worker, wait for it.
-                self._unclaimed.drop([room for room in lost if {*self._asked(room)} <= gone], reason)
-            self._rooms.lose_decode(lost, reason)
+                self._unclaimed.drop([room for room in of_rank if {*self._asked(room)} <= lost.keys()], reason)
+            self._rooms.lose_decode(of_rank, reason)
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
         """The live requests that go on, by the decode ranks in which they wait or that have asked for them.

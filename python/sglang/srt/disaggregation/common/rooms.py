@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base import KVPoll
@@ -67,7 +67,9 @@ class Rooms:
     decode's messages both do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_peer: Callable[[str, int], None] = lambda host, port: None) -> None:
+        """on_peer: told of each decode rank with the flag, host and port, that sends a message here."""
+        self._on_peer = on_peer
         self.lock = threading.RLock()
         # Senders of the requests that are here.
         self.live: dict[int, Any] = {}
@@ -82,11 +84,6 @@ class Rooms:
         # Decode ranks, host and port, in which a room waits for memory, and when each last said so; the oldest rooms
         # are forgotten. The request may come here only later.
         self.waiting: OrderedDict[int, dict[tuple[str, int], float]] = OrderedDict()
-        # Decode ranks, host and port, that have spoken here; the oldest are forgotten. And those of them that have done
-        # so for the first time, which are looked at before they can end.
-        self._known_ranks: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._newcomers: set[tuple[str, int]] = set()
-        self._spoken = threading.Event()
         # Whether there is a decode worker that says so: those without the flag do not.
         self.hears_of_waiting = False
         # When one last asked for KV that does not: any room may wait there.
@@ -221,34 +218,18 @@ class Rooms:
     def note_peer(self, host: str, port: int) -> None:
         """Note that a decode rank with the flag sends messages here: it also says which rooms wait in it."""
         self.hears_of_waiting = True
-        with self.lock:
-            if (host, port) not in self._known_ranks:
-                remember(self._known_ranks, (host, port), None, REMEMBERED_ROOMS)
-                self._newcomers.add((host, port))
-                self._spoken.set()
-
-    def wait_for_newcomers(self, seconds: float) -> None:
-        """Wait until a decode rank speaks here for the first time, but no longer than this."""
-        self._spoken.wait(seconds)
-
-    def take_newcomers(self) -> set[tuple[str, int]]:
-        """The decode ranks that have spoken here for the first time since this was last asked."""
-        with self.lock:
-            self._spoken.clear()
-            newcomers, self._newcomers = self._newcomers, set()
-        return newcomers
+        self._on_peer(host, port)
 
     def silent_s(self, room: int, since: float) -> float:
         """Seconds since a decode rank last said that ``room`` waits in it, or may have it wait unsaid, or ``since``.
 
         A decode worker without the flag never says so: it counts when it asks for anything. 0 where no decode worker
-        that would say so has sent a message. What was said while this worker stood still has not been read yet, so
-        that time does not count.
+        that would say so has sent a message.
         """
         if not self.hears_of_waiting:
             return 0.0
         heard_at = max([since, self.silent_peer_at, *self.waiting.get(room, {}).values()])
-        return max(0.0, self.pulse.heard_until() - heard_at)
+        return time.monotonic() - heard_at
 
     def lose_decode(self, rooms: list[int], reason: str) -> None:
         """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""

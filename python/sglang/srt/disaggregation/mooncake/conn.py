@@ -283,7 +283,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         untold = self.end_notices.take(room, peers)
 
         def tell() -> None:
-            wire.say_failed(self.end_notices, room, self._rank, untold, reason)
+            wire.say_failed(self.end_notices, self.connect_unwaiting, room, self._rank, untold, reason)
 
         self.watched_queues.when_quiet(room, tell)
 
@@ -363,9 +363,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         if self.agreed:
             return KVPoll.WaitingForInput
         rooms = self.kv_mgr.rooms
-        # That it waits may have been said while this worker stood still.
-        said = self.bootstrap_room in rooms.waiting or (rooms.hears_of_waiting and rooms.pulse.is_behind())
-        if said and self.conclude_state is None and self.init_time is not None:
+        if self.bootstrap_room in rooms.waiting and self.conclude_state is None and self.init_time is not None:
             unheard = rooms.silent_s(self.bootstrap_room, self.made_at)
             self.init_time = max(self.init_time, time.time() - unheard)
         status = super().poll()
@@ -374,7 +372,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             if status == KVPoll.WaitingForInput and not self.has_failed():
                 self.accept_decode_prefix()
             if self.kv_mgr.enable_staging and not self.has_failed():
-                reason = self.kv_mgr.why_ungranted(self.bootstrap_room, self.state.asked.values(), self.made_at)
+                reason = self.kv_mgr.why_ungranted(self.bootstrap_room, self.state.asked.values())
                 if reason is not None:
                     self.fail(reason)
         if not self.has_failed():

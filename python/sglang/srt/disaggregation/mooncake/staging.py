@@ -22,11 +22,9 @@ from sglang.srt.disaggregation.mooncake.wire import (
     STAGE,
     STAGED,
     Grant,
-    Peer,
     Wanted,
     Written,
     check_engine_staging,
-    post,
 )
 from sglang.srt.utils.network import NetworkAddress
 
@@ -134,7 +132,7 @@ class StagingKVManager(Base):
         mine = [self.local_ip.encode("ascii"), b"%d" % self.rank_port]
         frames = [b"%d" % info.room, STAGE, b"%d" % self._rank, b"%d" % start, b"%d" % num_pages, *mine]
         try:
-            post(Peer(info.endpoint, info.dst_port), frames)
+            self.connect_unwaiting(info.endpoint, info.dst_port).send_multipart(frames)
         except Exception as e:
             self.fail_room(info.room, f"could not ask decode at {info.endpoint} for staging memory: {e}")
 
@@ -242,16 +240,15 @@ class StagingKVManager(Base):
         """The number by which decode tells the prefill ranks of a request apart; the engine's."""
         return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
 
-    def why_ungranted(self, room: int, infos: Iterable[TransferInfo], since: float) -> str | None:
-        """Why ``room``, whose request came ``since`` then, will get no staging memory of decode any more, if so."""
+    def why_ungranted(self, room: int, infos: Iterable[TransferInfo]) -> str | None:
+        """Why ``room`` will get no staging memory of decode any more, if so."""
         waited = self.watched_queues.waited_s(room)
         if waited < PATIENCE_S:
             return None
         if waited > self.bootstrap_timeout:
             return f"decode has granted no staging memory for {waited:.0f} s"
-        if any(self.liveness.are_gone([(info.endpoint, info.dst_port)], since) for info in infos):
-            return "decode, which was to grant staging memory, is gone"
-        return None
+        is_gone = any(self.peer_sockets.are_gone([(info.endpoint, info.dst_port)]) for info in infos)
+        return "decode, which was to grant staging memory, is gone" if is_gone else None
 
     def _prefetch_staging_reqs(self, room: int) -> None:
         """Leaves out decode workers with a radix cache, which are asked piece by piece."""
@@ -290,7 +287,8 @@ class StagingKVManager(Base):
         def grant(offset: int) -> None:
             begin = room_header(room, self.local_ip, self.rank_port, self.get_session_id())
             try:
-                post(peer, [*begin, GRANT, b"%d" % piece.start, b"%d" % offset])
+                frames = [*begin, GRANT, b"%d" % piece.start, b"%d" % offset]
+                self.connect_unwaiting(peer.endpoint, peer.port).send_multipart(frames)
             except Exception as e:
                 self.fail_room(room, f"could not grant staging memory to prefill at {peer.endpoint}: {e}")
 

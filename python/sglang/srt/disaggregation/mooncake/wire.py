@@ -13,12 +13,8 @@ import struct
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.wire import wire_int
-from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.end_notices import EndNotices
@@ -193,17 +189,6 @@ def check_engine_staging(frames: list[bytes]) -> None:
     b"".join(rest[numbers:]).decode("ascii")
 
 
-def post(peer: Peer, frames: list[bytes]) -> None:
-    """Send a message from any thread, or raise NotTaken. The sockets of the transfer threads are for these alone."""
-    address = NetworkAddress(peer.endpoint, peer.port)
-    socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
-    try:
-        with lock:
-            socket.send_multipart(frames, flags=zmq.NOBLOCK)
-    except zmq.Again:
-        raise NotTaken(address.to_tcp()) from None
-
-
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
     """Whom to tell that a request failed.
 
@@ -213,12 +198,19 @@ def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
 
 
-def say_failed(notices: EndNotices[Peer], room: int, rank: int, peers: Iterable[Peer], reason: str) -> None:
+def say_failed(
+    notices: EndNotices[Peer],
+    connect: Callable[[str, int], Any],
+    room: int,
+    rank: int,
+    peers: Iterable[Peer],
+    reason: str,
+) -> None:
     """Send decode ranks the engine's failure message of prefill's ``rank`` and, as a fourth frame, the reason."""
     frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
     for peer in peers:
         try:
-            post(peer, frames)
+            connect(peer.endpoint, peer.port).send_multipart(frames)
         except Exception as e:
             notices.undelivered(room, peer)
             logger.warning("Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e)
