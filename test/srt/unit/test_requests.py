@@ -28,6 +28,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers import request_checks
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import (
@@ -887,6 +889,61 @@ def test_a_refused_batch_with_lists_of_other_lengths_tells_whom_it_can():
     prefill._tell_peer(request(bootstrap_host=["a"], bootstrap_room=[5, 6, *range(1000, 3000)]), "why")
     assert len(prefill.send_to_scheduler) == 256
     manager(DisaggregationMode.DECODE)._tell_peer(request(bootstrap_host=[], bootstrap_room=[5, 6]), "why")
+
+
+# ---- the OpenAI endpoints ----
+
+
+def completion(**options):
+    serving = object.__new__(OpenAIServingCompletion)
+    serving.template_manager = SimpleNamespace(completion_template_name=None)
+    serving.allowed_custom_labels = None
+    body = CompletionRequest(model="m", prompt=["a", "b"], **options)
+    return serving._convert_to_internal_request(body, None)[0]
+
+
+def test_echo_with_logprobs_0_asks_for_the_prompts_logprobs():
+    asked = completion(echo=True, logprobs=0)
+    assert asked.return_logprob and asked.logprob_start_len == 0
+    answer: dict = {"meta_info": {}}
+    asked.amend(answer)
+    assert answer == {"meta_info": {"input_top_logprobs": []}}
+    assert completion(echo=True).logprob_start_len == completion(logprobs=0).logprob_start_len == -1
+
+
+@pytest.mark.parametrize("prompt", ["the prompt", ["one", "a longer one"], [1, 2, 3], [[1], [2, 3]]])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_stream_with_echo_has_the_whole_answer(monkeypatch, prompt, logprobs):
+    """The engine left out as many of the answer's letters as the prompt has."""
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    asked = CompletionRequest(model="m", prompt=prompt, echo=True, stream=True, logprobs=logprobs, n=2)
+    answers = [f"answer {place} of all" for place in range(4 if several else 2)]
+
+    async def generate_request(self, obj, request=None):
+        assert not hasattr(obj, "amend")
+        for end in (7, 7, 12, 99):
+            for place, text in enumerate(answers):
+                meta = {"id": "r", "finish_reason": {"type": "stop"} if end == 99 else None}
+                meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
+                yield {"text": text[:end], "index": place, "meta_info": meta}
+
+    monkeypatch.setattr(TokenizerManager.__mro__[2], "generate_request", generate_request)
+    serving = object.__new__(OpenAIServingCompletion)
+    serving.template_manager, serving.allowed_custom_labels = SimpleNamespace(completion_template_name=None), None
+    made = serving.tokenizer_manager = manager(DisaggregationMode.NULL)
+    made.own_states, made.tokenizer = {}, SimpleNamespace(decode=lambda ids, **_: f"<{ids}>")
+    made.server_args.stream_response_default_include_usage = False
+    made.server_args.disaggregation_decode_enable_radix_cache = False
+
+    async def sent() -> list[str]:
+        texts = [""] * len(answers)
+        async for line in serving._generate_completion_stream(*serving._convert_to_internal_request(asked), None):
+            for choice in json.loads(line[6:])["choices"] if line != "data: [DONE]\n\n" else ():
+                texts[choice["index"]] += choice["text"]
+        return texts
+
+    echoes = [one if isinstance(one, str) else f"<{one}>" for one in (prompt if several else [prompt])]
+    assert asyncio.run(sent()) == [echoes[place // 2] + text for place, text in enumerate(answers)]
 
 
 @pytest.mark.parametrize("size", ["0", "-16"])
