@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.pegaflow.pages import NOT_FROM_FILES
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -265,16 +264,6 @@ PEGAFLOW = CacheKind(
                 _switch("--enable-memory-saver"),
                 _switch("--is-embedding"),
                 Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
-            ),
-        ),
-        Refused(
-            f"{PEGAFLOW_FLAG}: with --load-format {{args.load_format}} the weights are others than the files', or may "
-            "be. Name them with --pegaflow-namespace, the same for all engines with them, or leave the flag out.",
-            (
-                Rule(
-                    "--load-format remote or remote_instance without --pegaflow-namespace",
-                    lambda args: args.load_format in NOT_FROM_FILES and not args.pegaflow_namespace,
-                ),
             ),
         ),
         Refused(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.layers.dp_attention import get_attention_tp_group, get_attention_tp_rank, get_attention_tp_size
+from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, CacheKind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -87,6 +87,5 @@ def build(
     draft_pool = None if drafts is None else drafts.token_to_kv_pool
     add_host_tier(tree, args, forward_stream, draft_pool, host_class, taken_of_rank(args, options))
     if options is not None:
-        ranks = get_attention_tp_group().cpu_group
-        add_storage(tree, args, options, get_attention_tp_rank(), get_attention_tp_size(), ranks)
+        add_storage(tree, args, options, get_attention_tp_rank(), get_attention_tp_size())
     return tree

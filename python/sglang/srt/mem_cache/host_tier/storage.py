@@ -14,20 +14,19 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
-from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, rank_folder
+from sglang.srt.mem_cache.host_tier.storage_keys import model_namespace
 from sglang.srt.mem_cache.host_tier.storage_options import StorageOptions
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.storage_writes import Writes
+from sglang.srt.mem_cache.kv_namespace import rank_namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
@@ -158,38 +157,17 @@ class HostStorage:
             self._host.writes = None
 
 
-def _of_first(group: dist.ProcessGroup | None, tp_rank: int, named: Callable[[], str]) -> str:
-    """What ``named`` says on the first rank of ``group``, or the ValueError that it raises there, on all of them.
-
-    Without a group, on this one.
-    """
-    if group is None:
-        return named()
-    told: list[str | None] = [None, None]
-    if tp_rank == 0:
-        try:
-            told[0] = named()
-        except (OSError, ValueError) as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    name, refused = told
-    if name is None:
-        raise ValueError(refused)
-    return name
-
-
 def add_storage(
     tree: HostTierRadixCache,
     args: ServerArgs,
     options: StorageOptions,
     tp_rank: int,
     tp_size: int,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Put the storage that the options of a worker ask for below its host memory, which is empty. Raises ValueError.
 
     tree: its tree over host memory is a `StoredHostTree`. options: what ``args`` say of it. tp_rank, tp_size: of the
-    ranks that have parts of one KV. group: these, on the CPU, where there are several.
+    ranks that have parts of one KV.
     """
     tier = tree.tier
     assert tier is not None and isinstance(tier.host, StoredHostTree)
@@ -197,10 +175,8 @@ def add_storage(
     name = args.hicache_storage_backend
     pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
     rank = None if pages.shared else tp_rank
-    # Nodes may have copies of the model of other times, and the first rank writes for all where pages are shared.
-    several = group if pages.shared and tp_size > 1 else None
-    model = _of_first(several, tp_rank, lambda: model_folder(args, options.weights))
-    folder = rank_folder(model, pages.made_of(), rank, tp_size)
+    # What all ranks have alike is the same for any number of them.
+    folder = rank_namespace(model_namespace(args), pages.made_of(), rank, 1 if pages.shared else tp_size)
     files = BACKENDS[name].open(folder, pages.page_bytes, options.own, tp_size)
     taken = BACKENDS[name].memory(options.own, tp_size).size
     logger.info(

@@ -30,10 +30,9 @@ MOST = 10**9
 
 
 class StorageOptions(NamedTuple):
-    """weights: what the weights are called, None: go by their files. own: what the backend reads of it."""
+    """own: what the backend reads of it."""
 
     limits: Limits
-    weights: str | None
     own: Any = None
 
 
@@ -71,7 +70,7 @@ def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:
     if not isinstance(given, dict):
         raise ValueError(f"{EXTRA_CONFIG} is {extra!r}: give an object.")
     backend = BACKENDS[name]
-    known = [*_LIMITS, "weights", *backend.options]
+    known = [*_LIMITS, *backend.options]
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ValueError(f"{EXTRA_CONFIG} has {', '.join(unknown)}; decode knows {', '.join(known)}.")
@@ -83,10 +82,7 @@ def read_options(name: str, extra: str | None, policy: str) -> StorageOptions:
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= MOST:
             raise ValueError(f"{EXTRA_CONFIG} has {name} {value!r:.80}: give a number of 0 or more, at most {MOST:g}.")
         limits[field] = value
-    weights = given.get("weights")
-    if weights is not None and not (isinstance(weights, str) and weights):
-        raise ValueError(f"{EXTRA_CONFIG} has weights {weights!r}: give a name.")
-    return StorageOptions(Limits(**limits), weights, backend.read(given))
+    return StorageOptions(Limits(**limits), backend.read(given))
 
 
 def _load(extra: str) -> Any:
