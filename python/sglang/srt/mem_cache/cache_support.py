@@ -43,7 +43,7 @@ READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
 # The engine's storage backends that may be below a host tier.
-STORAGES = ("file", "nixl", "mooncake")
+STORAGES = ("file", "mooncake")
 # Architectures of which the same is known for a draft that is part of the model (MTP).
 OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
@@ -144,7 +144,7 @@ DECODE = CacheKind(
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
-                # Of the others, the packages or servers have not been tried below a tree that keeps its promises.
+                # Why not the others: docs/decisions/host-storage.md.
                 _host_tier(
                     f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} are)",
                     lambda args: args.hicache_storage_backend not in (None, *STORAGES),
