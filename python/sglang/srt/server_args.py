@@ -56,11 +56,13 @@ def _add_pegaflow_options(parser: argparse.ArgumentParser) -> None:
         help=f"Where that server listens. Default: {DEFAULT_PEGAFLOW_ENDPOINT}.",
     )
     parser.add_argument(
-        "--pegaflow-namespace",
+        "--kv-namespace",
         default="",
         metavar="NAME",
-        help="Share only with engines that have the same name here. Model, weights, number formats, page size and "
-        "tensor parallelism always separate.",
+        help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or read "
+        "from decode: workers with the same NAME and layout of KV read each other's. Without it the model's path, "
+        "--revision and --weight-version are the name. Give another NAME whenever other weights come under the same "
+        "path.",
     )
     parser.add_argument(
         "--pegaflow-allow-non-loopback",
@@ -129,7 +131,7 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_prefill_read_decode: int | None = None
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
-    pegaflow_namespace: str = ""
+    kv_namespace: str = ""
     pegaflow_allow_non_loopback: bool = False
 
     def __post_init__(self) -> None:
@@ -330,6 +332,8 @@ class ServerArgs(engine.ServerArgs):
             checks.check(self)
         if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
             from sglang.srt.mem_cache.host_tier import checks as host_tier
-            from sglang.srt.mem_cache.host_tier.storage_options import options_of, taken_of_rank
+            from sglang.srt.mem_cache.host_tier.storage import read_options
 
-            host_tier.check_free(self, taken_of_rank(self, options_of(self)))
+            if self.hicache_storage_backend is not None:
+                read_options(self)
+            host_tier.check_free(self)

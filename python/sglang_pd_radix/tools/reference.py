@@ -184,13 +184,6 @@ ENGINE_VARIABLES = (
         "it, `/tmp/hicache`",
     ),
     Variable(
-        "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
-        "None",
-        "decode",
-        "that of `--hicache-storage-backend nixl`; without it, `/tmp/hicache_storage`",
-    ),
-    Variable("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "auto", "decode", "its plugin: POSIX, which auto is too"),
-    Variable(
         "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
         "None",
         "decode",

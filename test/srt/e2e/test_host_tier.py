@@ -147,7 +147,7 @@ KINDS: dict[str, tuple[list[str], list[str], list[str]]] = {
 }
 
 
-STORAGES = ["file", "nixl", "mooncake"]
+STORAGES = ["file", "mooncake"]
 # Each kind with each storage over NIXL. What a storage is given has been copied to host memory before: over Mooncake's
 # wire all kinds with one storage, and one kind with all.
 CELLS = [
@@ -162,9 +162,7 @@ CELLS = [
 def storing(request, storage: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Options and environment of decode workers that share a storage of this name, new where it is in files."""
     environment = {DIRECTORY: str(folder)}
-    if storage == "nixl":
-        environment = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(folder)}
-    elif storage == "mooncake":
+    if storage == "mooncake":
         address = request.getfixturevalue("master").address
         environment = {"MOONCAKE_MASTER": address, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
         environment["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = str(256 * 1024**2)

@@ -240,7 +240,7 @@ class PrefillLoop:
         """reads: tokens, of which so many or more are read from decode."""
         self.overlap, self.ranks, self.wire = overlap, Ranks(ranks), nixl_wire.World(monkeypatch, ranks, ranks)
         for rank in (*self.wire.prefill, *self.wire.decode):
-            rank.manager.kv_weights = KvWeights(torch.nn.Module)
+            rank.manager.kv_weights = KvWeights("model")
         self.server_args = Args(page_size=PAGE, pp_max_micro_batch_size=MAX_REQS, disaggregation_mode="prefill")
         self.server_args.disaggregation_prefill_read_decode = reads
         self.server_args.enable_mamba_extra_buffer, self.server_args.attention_backend = lambda: False, "torch_native"

@@ -1,6 +1,6 @@
 """The storage backends as tests make them and look into them. A kind is a text, which other processes can be told.
 
-``file``, ``nixl``, or what `mooncake_master.Master.kind` says.
+``file``, or what `mooncake_master.Master.kind` says.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_master import HOST, keys
-from sglang.srt.mem_cache.host_tier.storage_backend import PageStorage
-from sglang.srt.mem_cache.host_tier.storage_files import PageFiles
-from sglang.srt.mem_cache.host_tier.storage_mooncake import MooncakeOptions, PagesInMooncake
-from sglang.srt.mem_cache.host_tier.storage_nixl import PagesThroughNixl
+from sglang.srt.mem_cache.host_tier.storage_backends import PagesInFiles, PagesInMooncake, PageStorage
 
-KINDS = ["file", "nixl", "mooncake"]
+KINDS = ["file", "mooncake"]
 SEGMENT = 64 * 1024**2
 _CLIENTS: dict[tuple[str, int], PagesInMooncake] = {}
 
@@ -26,20 +23,29 @@ def opened(kind: str, folder: Path | str, page_bytes: int) -> PageStorage:
     """A storage of one worker."""
     name, *master = kind.split()
     if name == "file":
-        return PageFiles(folder, page_bytes)
-    if name == "nixl":
-        return PagesThroughNixl(folder, page_bytes, {})
+        return PagesInFiles(Path(folder).parent, Path(folder).name, page_bytes)
     # To start a client takes a while: of those of one process all have one.
     one = copy.copy(_client(master[0], page_bytes))
-    one.corrupt, one._prefix = 0, f"{hashlib.sha256(str(folder).encode()).hexdigest()}/"
-    one._put_mark()
+    one.corrupt, one.folder = 0, hashlib.sha256(str(folder).encode()).hexdigest()
     return one
+
+
+def client(address: str, page_bytes: int, given: int = SEGMENT, folder: str = "unit") -> PagesInMooncake:
+    """A client of the store of a master, to which it gives so many bytes."""
+    options = {
+        "master_server_address": address,
+        "local_hostname": HOST,
+        "metadata_server": "P2PHANDSHAKE",
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": given,
+    }
+    return PagesInMooncake(folder, page_bytes, options, 1)
 
 
 def _client(address: str, page_bytes: int) -> PagesInMooncake:
     if (address, page_bytes) not in _CLIENTS:
-        options = MooncakeOptions(address, HOST, "P2PHANDSHAKE", "tcp", "", SEGMENT)
-        _CLIENTS[address, page_bytes] = PagesInMooncake("unit", page_bytes, options)
+        _CLIENTS[address, page_bytes] = client(address, page_bytes)
     return _CLIENTS[address, page_bytes]
 
 
@@ -57,9 +63,8 @@ class Inside:
 
     def names(self) -> list[str]:
         if not self._master:
-            return sorted(path.stem for path in self._storage.folder.glob("*.bin"))
-        # Without the workers' marks.
-        name = re.compile(re.escape(self._storage._prefix) + "([0-9a-f]+)")
+            return sorted(path.stem for path in self._storage.path.glob("*.bin"))
+        name = re.compile(re.escape(self._storage.folder) + "/([0-9a-f]+)")
         return sorted(match[1] for key in keys(int(self._master[1])) if (match := name.fullmatch(key)))
 
     def data(self, name: str) -> bytes:
@@ -85,7 +90,7 @@ class Inside:
         return self._storage._store
 
     def _key(self, name: str) -> str:
-        return self._storage._prefix + name
+        return self._storage._name(name)
 
     def _path(self, name: str) -> Path:
-        return self._storage.folder / f"{name}.bin"
+        return self._storage.path / f"{name}.bin"

@@ -58,16 +58,17 @@ class ByHand(StorageThreads):
             crews.append((self._writes, (buffer,)))
         for crew, needs in crews:
             for _ in range(min(count, crew.queue.qsize())):
-                crew.queue.get()(*needs, lambda: None)
+                crew.queue.get()(*needs)
+                crew.queue.task_done()
 
 
-def page_by_page(fetch: Fetch, threads: ByHand, names: Any, pages: Any, *needs: Any) -> None:
+def page_by_page(fetch: Fetch, threads: ByHand, names: Any, pages: Any, buffer: Any) -> None:
     """As `read_pages` by hand, one page for each call, so that much may come about between two."""
     come = fetch.come
-    read_pages(fetch, threads, names[:1], pages[:1], *needs)
+    read_pages(fetch, threads, names[:1], pages[:1], buffer)
     if fetch.come > come and names[1:]:
         fetch.ended = False
-        threads.read(lambda *needs: page_by_page(fetch, threads, names[1:], pages[1:], *needs))
+        threads.read(lambda buffer: page_by_page(fetch, threads, names[1:], pages[1:], buffer))
 
 
 class StorageWorld(World):
@@ -116,7 +117,7 @@ class StorageWorld(World):
     @property
     def quiet(self) -> bool:
         """Whether no thread is in a call of the storage."""
-        return not any(since for crew in (self.threads._looks, self.threads._reads) for since in crew.since)
+        return not any(crew.queue.unfinished_tasks for crew in (self.threads._looks, self.threads._reads))
 
     # ---- until something has come about ----
 
@@ -204,7 +205,7 @@ class StorageWorld(World):
 
     def stored(self) -> list[Path]:
         """Of a storage in files."""
-        return sorted(self.files.folder.glob("*.bin"))
+        return sorted(self.files.path.glob("*.bin"))
 
     def close(self) -> None:
         self.threads.close()

@@ -802,7 +802,7 @@ def options(**given: Any) -> Any:
         (
             cache_support.DECODE,
             {"hicache_storage_backend": "hf3fs"},
-            r"--hicache-storage-backend hf3fs \(file, nixl, mooncake are",
+            r"--hicache-storage-backend hf3fs \(file, mooncake are",
         ),
         (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ],

@@ -444,9 +444,6 @@ FLAG = "--enable-pegaflow"
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
 DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
 DECODE_RADIX = [*DECODE, "--disaggregation-decode-enable-radix-cache"]
-SEED = "--remote-instance-weight-loader-seed-instance"
-REMOTE = ["--load-format", "remote_instance", f"{SEED}-ip", "10.0.0.1", f"{SEED}-service-port", "30000"]
-REMOTE += ["--remote-instance-weight-loader-send-weights-group-ports", "[30001]"]
 
 
 @pytest.fixture(scope="module")
@@ -485,15 +482,12 @@ def check(model, monkeypatch):
         (["--pp-size", "2"], "--pipeline-parallel-size"),
         (["--is-embedding"], "--is-embedding"),
         (DECODE, "without --disaggregation-decode-enable-radix-cache"),
-        (REMOTE, "with --load-format remote_instance the weights are others than the files'"),
         (["--pegaflow-endpoint", "10.0.0.1:50055"], "--pegaflow-allow-non-loopback"),
         (["--pegaflow-endpoint", "0.0.0.0:50055"], "--pegaflow-allow-non-loopback"),
         (["--pegaflow-endpoint", "here"], "HOST:PORT"),
         (["--pegaflow-endpoint", "http://[::"], "HOST:PORT"),
         (["--pegaflow-endpoint", "127.0.0.1:1"], "no PegaFlow server answers at http://127.0.0.1:1"),
         (["--pegaflow-endpoint", "127.0.0.1:1", *DECODE_RADIX], "no PegaFlow server answers"),
-        # A name tells whose the weights are.
-        (["--pegaflow-endpoint", "127.0.0.1:1", *REMOTE, "--pegaflow-namespace", "a"], "no PegaFlow server answers"),
         (["--pegaflow-endpoint", "http://127.0.0.1.example.net:50055"], "--pegaflow-allow-non-loopback"),
     ],
 )
@@ -553,29 +547,17 @@ def test_a_server_of_another_version_is_refused(shared, monkeypatch):
         server.check_server(shared.endpoint)
 
 
-def test_what_has_a_namespace_of_its_own(model, tmp_path, monkeypatch):
-    import shutil
-
-    from sglang.srt.mem_cache.pegaflow.pages import model_namespace, rank_namespace
+def test_prefill_and_decode_of_one_model_share_by_default(model):
+    from sglang.srt.mem_cache.kv_namespace import kv_namespace
     from sglang.srt.server_args import prepare_server_args
 
-    def name_of(*options, model=model):
-        return model_namespace(prepare_server_args(["--model-path", model, "--device", "cpu", *options]))
+    def name_of(*options):
+        return kv_namespace(prepare_server_args(["--model-path", model, "--device", "cpu", *options]))
 
-    # What float32 sets on a CPU host, for all that comes after it in this process.
-    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    (other / "model.safetensors").touch()
-    options = [[], ["--page-size", "16"], ["--dtype", "float32"], ["--kv-cache-dtype", "fp8_e5m2"], ["--tp-size", "2"]]
-    options += [["--pegaflow-namespace", "mine"], ["--json-model-override-args", '{"rope_theta": 5}']]
-    names = [name_of(*more) for more in options]
-    names.append(name_of(model=str(other)))
-    assert len(set(names)) == len(names)
-    assert names[0] == name_of(*PREFILL)
-    layout = [("k0", 1024, "torch.float32")]
-    ranks = {rank_namespace(names[0], layout, rank, 2) for rank in (0, 1, None)}
-    assert len(ranks) == 3 and rank_namespace(names[0], [("k0", 512, "torch.float32")], 0, 2) not in ranks
+    assert name_of() == name_of(*PREFILL) == name_of(*DECODE_RADIX)
+    others = [["--dtype", "float32"], ["--kv-cache-dtype", "fp8_e5m2"], ["--weight-version", "2"]]
+    names = {name_of(*more) for more in ([], *others, ["--kv-namespace", "mine"])}
+    assert len(names) == 5
 
 
 def test_an_engine_without_the_flag_has_nothing_of_it(model):

@@ -448,7 +448,7 @@ def test_two_that_read_the_same(loop: PrefillLoop):
 
 @pytest.mark.parametrize("theirs, ours", [(1, 2), (None, 1), (1, None), (None, None)])
 def test_kv_of_other_weights_is_not_read(loop: PrefillLoop, theirs: int | None, ours: int | None, caplog):
-    """None: of several. Of which nothing is offered; of what is, it is counted, and told once until they are alike."""
+    """None: updated. Of which nothing is offered; of what is, it is counted, and told once until they are alike."""
     counted = count_outcomes(loop)
     set_weights(loop, ours, theirs)
     for room in (ROOM, THIRD):
@@ -481,7 +481,7 @@ def count_outcomes(loop: PrefillLoop) -> list[list[str]]:
 def set_weights(loop: PrefillLoop, ours: int | None, theirs: int | None) -> None:
     for ranks, weights in ((loop.wire.prefill, ours), (loop.wire.decode, theirs)):
         for rank in ranks:
-            rank.manager.kv_weights = SimpleNamespace(current=lambda weights=weights: weights, flushed=lambda: None)
+            rank.manager.kv_weights = SimpleNamespace(current=lambda weights=weights: weights)
 
 
 def test_what_is_read_is_for_requests_of_the_same_salt(loop: PrefillLoop):

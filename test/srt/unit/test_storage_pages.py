@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, host_pool
-from sglang.srt.mem_cache.host_tier.storage_backend import HEADER
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from storage_kinds import Inside, opened
@@ -141,16 +139,3 @@ def test_in_mooncake_another_ranks_page_of_one_name_is_not_that_page(master, tmp
     buffer = torch.zeros(100, dtype=torch.uint8)
     assert ranks[0].get("a", buffer) is None and ranks[0].corrupt == 1 and first.names() == []
     assert ranks[1].get("a", buffer) is buffer and buffer.all()
-
-
-def test_pages_of_an_earlier_form_are_not_there(kind, tmp_path, caplog):
-    """They have other folders; if they had not, they would be removed, with one line for all of them."""
-    store = opened(kind, tmp_path / "rank", 100)
-    inside, page = Inside(kind, store), torch.ones(100, dtype=torch.uint8)
-    for name in "abc":
-        assert store.set(name, page)
-        # The checksum of the page alone.
-        earlier = HEADER.pack(b"PDR1", zlib.crc32(page.numpy()), 100)
-        inside.put(name, earlier + inside.data(name)[HEADER.size :])
-    assert [store.get(name, page) for name in "abc"] == [None] * 3 and inside.names() == []
-    assert caplog.text.count("is not what was written") == 1 and store.corrupt == 3

@@ -1,4 +1,4 @@
-"""Requests that want the same pages of a storage at once: one of them reads, the others wait for that or for less."""
+"""Requests that want the same pages of a storage at once: one of them reads, the others wait for that."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.mem_cache.host_tier import storage_fetches
-from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches
+from sglang.srt.mem_cache.host_tier import storage_fetches, storage_threads
 from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from sglang.srt.mem_cache.host_tier.storage_reads import Fetch
 from storage_world import PAGE, PATIENT, ByHand, StorageWorld, page_by_page
@@ -62,7 +61,7 @@ def by_reader(one: StorageWorld, *asking: Any) -> list[Any]:
     It is the first that was found, and look-ups are threads of their own.
     """
     one.until(lambda: sum(fetch.follows for fetch in one.storage.fetches.open) == len(asking) - 1)
-    (reader,) = {fetch.leader.rid for fetch in one.storage.fetches.open if fetch.follows}
+    (reader,) = {fetch.reader.rid for fetch in one.storage.fetches.open if fetch.follows}
     return sorted(asking, key=lambda decode_req: decode_req.req.rid != reader)
 
 
@@ -109,29 +108,6 @@ def test_a_prompt_that_many_ask_for_is_read_once(world):
     end(two, asking)
 
 
-@pytest.mark.parametrize("rest", [0, 24])
-def test_all_who_waited_for_a_read_go_on_in_one_step(world, monkeypatch, rest):
-    """A step may be that of a decode batch: of those that have something to read, few are looked at in one."""
-    one, two = world(), world(threads=ByHand)
-    prompt = tokens(1, 48)
-    one.serve(prompt)
-    # With a rest, the read that is waited for goes on.
-    asking = arrive(two, prompt, *[prompt[: 48 - rest]] * 40)
-    two.threads.run(99)
-    monkeypatch.setattr(storage_fetches, "read_pages", page_by_page)
-    for _ in range(8):
-        two.step()
-    first, *others = two.storage.fetches.open
-    assert all(fetch.leader is first for fetch in others)
-    while not first.ended and (not rest or first.come * PAGE < 48 - rest):
-        two.threads.run(1)
-    two.step()
-    assert len(two.storage.fetches.open) == bool(rest)
-    assert [decode_req.entry.host_watch.length for decode_req in asking[1:]] == [48 - rest] * 40
-    two.until(lambda: two.threads.run(9) or not two.storage.busy)
-    end(two, asking)
-
-
 def test_of_prompts_that_begin_alike_each_reads_its_own_rest(world):
     one, two = world(), world()
     shared = tokens(1, 24)
@@ -145,26 +121,7 @@ def test_of_prompts_that_begin_alike_each_reads_its_own_rest(world):
     end(two, asking)
 
 
-def test_who_wants_the_beginning_of_a_long_read_does_not_wait_for_its_end(world):
-    one, two = world(), world()
-    long = tokens(1, 64)
-    one.serve(long)
-    reads = Reads(two, at_once=7)
-    (first,) = arrive(two, long)
-    two.until(lambda: len(reads.keys) == 8)
-    (second,) = arrive(two, long[:24] + tokens(500, 4))
-    assert fetched(two, [second]) == [24]
-    assert not two.storage.is_done(first.req.rid) and two.storage.fetches.loading_tokens == 64 - 28
-    # What is in host memory already stays locked for the first.
-    two.tier.host.evict_shortfall(512)
-    reads.open.set()
-    assert fetched(two, [first]) == [64] and len(reads.keys) == 16
-    assert two.storage.fetches.brought == {first.req.rid: (0, 64)}
-    assert two.storage.state()["fetched"] == 64
-    end(two, [first, second])
-
-
-def test_who_waits_no_longer_goes_on_with_what_another_has_read(world):
+def test_who_waits_no_longer_goes_on_without(world):
     one, two = world(), world()
     prompt = tokens(1, 24)
     one.serve(prompt)
@@ -173,8 +130,8 @@ def test_who_waits_no_longer_goes_on_with_what_another_has_read(world):
     two.until(lambda: len(reads.keys) == 4)
     (late,) = (fetch for fetch in two.storage.fetches.open if fetch.follows)
     late.deadline = 0.0
-    assert fetched(two, [second]) == [12] and not two.storage.is_done(first.req.rid)
-    assert two.storage.state()["late"] == 1
+    assert fetched(two, [second]) == [0] and not two.storage.is_done(first.req.rid)
+    assert two.storage.state()["late"] == 1 and not two.threads.reading.pausing
     reads.open.set()
     assert fetched(two, [first]) == [24] and len(reads.keys) == 6
     end(two, [first, second])
@@ -196,16 +153,17 @@ def test_whose_reader_goes_away_reads_itself(world, at_once):
     end(two, [second, third])
 
 
-def test_what_the_storage_lacks_is_not_asked_for_by_one_after_another(world):
+def test_who_waited_for_what_the_storage_lacks_goes_on(world):
     one, two = world(), world()
     prompt = tokens(1, 24)
     one.serve(prompt)
     name = page_names(prompt, PAGE, first_hash(None))[3].hex()
-    (one.files.folder / f"{name}.bin").unlink()
+    (one.files.path / f"{name}.bin").unlink()
     reads = Reads(two, at_once=0)
-    asking = by_reader(two, *arrive(two, *[prompt] * 6))
+    asking = by_reader(two, *arrive(two, *[prompt] * 3))
     reads.open.set()
-    assert fetched(two, asking) == [12] * 6 and reads.keys.count(name) == 1
+    # Each asks for the page once: somebody may have written it since.
+    assert fetched(two, asking) == [12] * 3 and reads.keys.count(name) <= 3
     end(two, asking)
 
 
@@ -232,18 +190,6 @@ def test_other_prompts_are_not_held_up(world, monkeypatch):
     end(two, [*waiting, *passing, *keyed])
 
 
-def test_too_little_that_is_shared_is_not_waited_for(world):
-    """Less than is worth a fetch: it is read twice."""
-    one, two = world(), world(limits=PATIENT._replace(threshold=16))
-    prompts = [tokens(1, 8) + tokens(start, 24) for start in (100, 200)]
-    for prompt in prompts:
-        one.serve(prompt)
-    reads = Reads(two)
-    asking = arrive(two, *prompts)
-    assert fetched(two, asking) == [32] * 2 and len(reads.keys) == 16
-    end(two, asking)
-
-
 # ---- whatever comes ----
 
 A, B, C = tokens(1, 48), tokens(100, 24), tokens(200, 12)
@@ -251,23 +197,24 @@ A, B, C = tokens(1, 48), tokens(100, 24), tokens(200, 12)
 PROMPTS = [A, A, A[:24] + B, A[:22] + C, A[:12], B, B + C]
 WHICH = st.integers(0, 20)
 EVENTS = ("arrive", "arrive", "read", "read", "step", "step", "is late", "leaves", "evict", "give up")
-# One waits for the beginning of what another reads on.
+# One waits for the beginning of what another reads.
 FOLLOWED = [("arrive", 0), ("arrive", 4), ("read", 2), ("step", 0), ("step", 0), *[("read", 0)] * 3, ("step", 0)]
 SCRIPTS = st.lists(st.tuples(st.sampled_from(EVENTS), WHICH), min_size=10, max_size=60)
 
 
 @pytest.mark.parametrize("host", [48, 64, 256])
 def test_invariants_hold_whatever_comes_while_prompts_are_read(world, tmp_path, monkeypatch, host):
-    one, parts, enter = world(), [], Fetches._enter
+    one, followed, close = world(), [], Fetch.close
     for prompt in PROMPTS:
         one.serve(prompt, max_new=1)
 
-    def entering(self: Fetches, fetch: Fetch, pages: int) -> None:
-        enter(self, fetch, pages)
-        parts.append(not fetch.closed and fetch.entered > 0)
+    def closing(fetch: Fetch) -> None:
+        followed.append(fetch.reader is not None)
+        close(fetch)
 
     monkeypatch.setattr(storage_fetches, "read_pages", page_by_page)
-    monkeypatch.setattr(Fetches, "_enter", entering)
+    monkeypatch.setattr(storage_threads, "PAUSE_S", 0.0)
+    monkeypatch.setattr(Fetch, "close", closing)
 
     @given(script=SCRIPTS)
     @example(script=FOLLOWED)
@@ -283,7 +230,7 @@ def test_invariants_hold_whatever_comes_while_prompts_are_read(world, tmp_path, 
         end(two, [decode_req for decode_req in asking if decode_req in two.queue.queue])
 
     play()
-    assert any(parts)
+    assert any(followed)
 
 
 def happens(one: StorageWorld, asking: list[Any], name: str, i: int) -> None:
@@ -317,7 +264,7 @@ def on_ranks(rank: int, folder: str, case: str) -> list[Any]:
     if rank == 1 and case == "slow":
         one.files.get = lambda *args: time.sleep(0.05) or get(*args)
     elif rank == 1 and case == "a page is missing":
-        (one.files.folder / f"{names[4]}.bin").unlink()
+        (one.files.path / f"{names[4]}.bin").unlink()
     elif rank == 1 and case == "no room":
         one.storage.fetches._begin = failing
     told.append(together(one, [prompt, prompt, prompt[:12]]))
@@ -360,6 +307,7 @@ def by_page(scenario: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def run(*args: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(storage_fetches, "read_pages", page_by_page)
+            patch.setattr(storage_threads, "PAUSE_S", 0.0)
             return scenario(*args)
 
     return run
@@ -374,7 +322,7 @@ def by_hand(folder: str, host: int) -> StorageWorld:
 
 @by_page
 def late_on_one(rank: int, folder: str) -> list[Any]:
-    """The other one of two requests for one prompt waits no longer when the ranks have read differently much of it."""
+    """The first of two requests waits no longer, on one rank, when the ranks have read differently much for it."""
     one = by_hand(folder, 256)
     first, second = arrive(one, A, A)
     one.threads.run(9)
@@ -383,17 +331,17 @@ def late_on_one(rank: int, folder: str) -> list[Any]:
     for _ in range(2 if rank else 5):
         one.threads.run(1)
     if rank:
-        one.storage.fetches.open[1].deadline = 0.0
+        one.storage.fetches.open[0].deadline = 0.0
     told: list[Any] = [[fetch.come for fetch in one.storage.fetches.open]]
     one.step()
     done = [one.storage.is_done(decode_req.req.rid) for decode_req in (first, second)]
-    return [done, second.entry.host_watch.length, one.storage.fetches.loading_tokens, told]
+    return [done, first.entry.host_watch.length, one.storage.fetches.loading_tokens, told]
 
 
 def test_of_what_ranks_have_read_the_least_counts(pair, world, tmp_path):
     world().serve(A)
     told = pair.run(late_on_one, str(tmp_path))
-    assert [one[:3] for one in told] == [[[False, True], 2 * PAGE, len(A) - 2 * PAGE]] * 2
+    assert [one[:3] for one in told] == [[[True, False], 2 * PAGE, 0]] * 2
     assert [one[3] for one in told] == [[[5, 0]], [[2, 0]]]
 
 

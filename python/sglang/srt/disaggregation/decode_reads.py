@@ -205,7 +205,7 @@ class DecodeReads:
         self, tree: Any, reader: Reader, least: int, counters: ReadCounters, weights: Callable[[], int | None]
     ) -> None:
         """tree: the engine's radix cache. least: tokens; for fewer nothing is read. weights: what the KV here
-        is of, `sum_of_weights`, as decode's must be; None if of several."""
+        is of, `KvWeights.current`, as decode's must be; None if that is not known."""
         self._tree, self._reader, self._counters, self._weights = tree, reader, counters, weights
         self.paces = ReadPaces(LATE_S)
         self.least = least
@@ -306,8 +306,8 @@ class DecodeReads:
             self._counters.ended("weights")
             if read.unlike not in self._told_unlike:
                 logger.warning(
-                    "The KV of decode worker %s is of other weights than those here, or one of both has been updated "
-                    "and not flushed: it is not read",
+                    "The KV of decode worker %s is of other weights than those here, or these have been updated: it is "
+                    "not read. Give both workers one model path and --weight-version, or one --kv-namespace",
                     read.unlike,
                 )
                 self._told_unlike.add(read.unlike)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers, told_of
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
@@ -236,10 +235,7 @@ class Scheduler(
         flush = super().flush_cache
         if self.has_quarantine():
             flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
-        flushed = flush()
-        if flushed:
-            weights_of(self.kv_manager()).flushed()
-        return flushed
+        return flush()
 
     def flush_cache_wrapped(self, recv_req):
         """Several TP ranks, or a worker with PegaFlow, decide together."""

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.pegaflow.pages import NOT_FROM_FILES
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -44,7 +43,7 @@ READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
 # The engine's storage backends that may be below a host tier.
-STORAGES = ("file", "nixl", "mooncake")
+STORAGES = ("file", "mooncake")
 # Architectures of which the same is known for a draft that is part of the model (MTP).
 OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
@@ -145,7 +144,7 @@ DECODE = CacheKind(
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
-                # Of the others, the packages or servers have not been tried below a tree that keeps its promises.
+                # Why not the others: docs/decisions/host-storage.md.
                 _host_tier(
                     f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} are)",
                     lambda args: args.hicache_storage_backend not in (None, *STORAGES),
@@ -265,16 +264,6 @@ PEGAFLOW = CacheKind(
                 _switch("--enable-memory-saver"),
                 _switch("--is-embedding"),
                 Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
-            ),
-        ),
-        Refused(
-            f"{PEGAFLOW_FLAG}: with --load-format {{args.load_format}} the weights are others than the files', or may "
-            "be. Name them with --pegaflow-namespace, the same for all engines with them, or leave the flag out.",
-            (
-                Rule(
-                    "--load-format remote or remote_instance without --pegaflow-namespace",
-                    lambda args: args.load_format in NOT_FROM_FILES and not args.pegaflow_namespace,
-                ),
             ),
         ),
         Refused(

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.layers.dp_attention import get_attention_tp_group, get_attention_tp_rank, get_attention_tp_size
+from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, CacheKind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.host_tier.storage import add_storage
-from sglang.srt.mem_cache.host_tier.storage_options import options_of, taken_of_rank
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.tier import add_host_tier
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree
@@ -82,11 +81,9 @@ def build(
     if not args.enable_hierarchical_cache:
         return DecodeRadixCache.take_over(engines)
     tree = HostTierRadixCache.take_over(engines)
-    options = options_of(args)
-    host_class = HostTree if options is None else StoredHostTree
+    stored = args.hicache_storage_backend is not None
     draft_pool = None if drafts is None else drafts.token_to_kv_pool
-    add_host_tier(tree, args, forward_stream, draft_pool, host_class, taken_of_rank(args, options))
-    if options is not None:
-        ranks = get_attention_tp_group().cpu_group
-        add_storage(tree, args, options, get_attention_tp_rank(), get_attention_tp_size(), ranks)
+    add_host_tier(tree, args, forward_stream, draft_pool, StoredHostTree if stored else HostTree)
+    if stored:
+        add_storage(tree, args, get_attention_tp_rank(), get_attention_tp_size())
     return tree

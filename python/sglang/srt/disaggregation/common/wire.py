@@ -92,7 +92,7 @@ class Queued:
 class Offer:
     """Pages of decode's that a prefill may read while the request is not over. See docs/protocol.md.
 
-    pages: of the whole prefix, int32, in prompt order. weights: `sum_of_weights` of the rank that has them.
+    pages: of the whole prefix, int32, in prompt order. weights: `KvWeights.current` of the rank that has them.
     """
 
     pages: npt.NDArray[np.int32]
@@ -204,7 +204,7 @@ def split_offer(message: list[bytes]) -> tuple[list[bytes], Offer | None]:
         raise ValueError(f"the pages that it offers are no int32: {len(message[-1])} bytes")
     offer = Offer(np.frombuffer(message[-1], dtype=np.int32), wire_int(message[-2], "weights"))
     if offer.weights < 0 or (offer.pages < 0).any():
-        raise ValueError("it offers pages, or a sum of its weights, below 0")
+        raise ValueError("it offers pages, or a number of its weights, below 0")
     return message[:-3], offer
 
 

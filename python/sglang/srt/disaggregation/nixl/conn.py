@@ -525,7 +525,7 @@ class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
             return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
         verify = self.ask_for_digest(kv_indices)
-        # Nothing can be read of a tree with KV of several weights.
+        # None after an update: nothing can be read then.
         weights = None if self.offered is None else weights_of(self.kv_mgr).current()
         offer = None if weights is None else Offer(self.offered, weights)
         self.send_requests(

@@ -7,9 +7,9 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["NOTHING", "Taken", "check_free", "check_rank", "draft_part", "free_bytes"]
+__all__ = ["check_free", "check_rank", "draft_part", "free_bytes"]
 
 # What the engine leaves to others.
 LEFT_BYTES = 10 * 1024**3
@@ -30,16 +30,6 @@ _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-
-
-class Taken(NamedTuple):
-    """Bytes that one rank takes, and by which option; parts of a byte where it is worked out from a ratio."""
-
-    size: float
-    option: str
-
-
-NOTHING = Taken(0, "")
 
 
 def free_bytes(cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> tuple[int, str]:
@@ -75,41 +65,37 @@ def _path(own: Path, controller: str) -> list[PurePosixPath]:
     return [root] if ".." in path.parts else [path, *path.parents]
 
 
-def check_free(args: ServerArgs, stored: Taken = NOTHING, cgroup: Path = CGROUP) -> None:
-    """Raise ValueError where there is less memory than all ranks of this host are to take, by what is known of it.
+def check_free(args: ServerArgs, cgroup: Path = CGROUP) -> None:
+    """Raise ValueError where there is less memory than ``--hicache-size`` asks for all ranks of this host.
 
-    stored: what a storage takes of each rank. What ``--hicache-ratio`` asks for is known when the model has been
-    loaded.
+    What ``--hicache-ratio`` asks for is known when the model has been loaded.
     """
-    asked = [stored]
     if args.hicache_size:
         draft = draft_part(args)
         size = f"{args.hicache_size}, with KV of the draft beside it," if draft else str(args.hicache_size)
-        asked = [Taken(args.hicache_size * (1 + draft) * 10**9, f"--hicache-size {size}"), stored]
-    # Without DP attention each replica has ranks of its own.
-    replicas = 1 if args.enable_dp_attention else args.dp_size
-    _check(asked, args.tp_size * replicas // args.nnodes, cgroup)
+        # Without DP attention each replica has ranks of its own.
+        replicas = 1 if args.enable_dp_attention else args.dp_size
+        ranks = args.tp_size * replicas // args.nnodes
+        _check(args.hicache_size * (1 + draft) * 10**9, f"--hicache-size {size}", ranks, cgroup)
 
 
-def check_rank(args: ServerArgs, size: float, stored: Taken = NOTHING, cgroup: Path = CGROUP) -> None:
+def check_rank(args: ServerArgs, size: float, cgroup: Path = CGROUP) -> None:
     """The same of one rank with ``--hicache-ratio`` alone, which is about to take ``size`` bytes for that.
 
     Others may have taken theirs by then, or not. So what fits is never refused, and not all that does not fit is.
     """
     if not args.hicache_size:
-        _check([Taken(size, f"--hicache-ratio {args.hicache_ratio:g}"), stored], 1, cgroup)
+        _check(size, f"--hicache-ratio {args.hicache_ratio:g}", 1, cgroup)
 
 
-def _check(asked: Sequence[Taken], ranks: int, cgroup: Path) -> None:
-    asked = [one for one in asked if one.size]
-    needed = sum(one.size for one in asked) * ranks
+def _check(size: float, option: str, ranks: int, cgroup: Path) -> None:
+    needed = size * ranks
     free, whose = free_bytes(cgroup)
     if needed > max(0, free - LEFT_BYTES):
         raise ValueError(
-            f"{' and '.join(one.option for one in asked)} {'take' if len(asked) > 1 else 'takes'} {needed / 1e9:.1f} "
-            f"GB of host memory for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {whose} has {free / 1e9:.1f} GB "
-            f"free, of which {LEFT_BYTES / 1e9:.1f} are left to others. Give less, or leave "
-            "--enable-hierarchical-cache out."
+            f"{option} takes {needed / 1e9:.1f} GB of host memory for {ranks} {'ranks' if ranks > 1 else 'rank'}, and "
+            f"{whose} has {free / 1e9:.1f} GB free, of which {LEFT_BYTES / 1e9:.1f} are left to others. Give less, or "
+            "leave --enable-hierarchical-cache out."
         )
 
 

@@ -1,7 +1,7 @@
 """A storage below host memory (L3): what has been there comes back into host memory before a request is admitted.
 
-storage_keys.py     what pages are called; storage_backend.py: what a storage does with one
-storage_backends.py the backends: storage_files.py, storage_nixl.py, storage_mooncake.py
+storage_keys.py     what pages are called
+storage_backends.py the engine's storages, and how a page that comes from one is known to be that page
 storage_pages.py    bytes of pages in host memory; storage_threads.py: threads
 storage_writes.py   what is written; storage_tree.py: the tree over host memory, which knows what its pages are called
 storage_fetches.py  what requests wait for; storage_reads.py: what threads do for one of them
@@ -14,27 +14,24 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from sglang.srt.mem_cache.host_tier.storage_backends import BACKENDS
+from sglang.srt.mem_cache.host_tier.storage_backends import open_storage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
-from sglang.srt.mem_cache.host_tier.storage_keys import model_folder, rank_folder
-from sglang.srt.mem_cache.host_tier.storage_options import StorageOptions
+from sglang.srt.mem_cache.host_tier.storage_keys import model_namespace
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.storage_writes import Writes
+from sglang.srt.mem_cache.kv_namespace import rank_namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["HostStorage", "add_storage"]
+__all__ = ["HostStorage", "add_storage", "read_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,24 +45,17 @@ class HostStorage:
     def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits, writes: bool = True):
         """host: the tree over host memory, empty. writes: False where another rank writes the same."""
         self._host, self.threads = host, threads
-        self.fetches = Fetches(host, threads, limits)
         self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
+        self.fetches = Fetches(host, threads, limits, lambda: self.writes.cleared)
         host.writes, host.pages = self.writes, threads.pages
         self.stopped = False
-        # Whether a look is under way if somebody else has cleared it.
-        self._looking = False
-        threads.write(lambda buffer: threads.files.remove_left())
 
     # ---- requests ----
 
     def fetch(self, rid: str, watch: Watch | None, host_watch: Watch | None, num_tokens: int) -> None:
-        """See `Fetches.ask`. Before what it generates is written, it is known what others have removed by a clear."""
-        if self.stopped:
-            return
-        self.fetches.ask(rid, watch, host_watch, num_tokens)
-        if self.writes.enabled and not self._looking:
-            self._looking = True
-            self.threads.write(lambda buffer: self._look_if_cleared())
+        """See `Fetches.ask`."""
+        if not self.stopped:
+            self.fetches.ask(rid, watch, host_watch, num_tokens)
 
     def is_done(self, rid: str) -> bool:
         """Whether ``rid`` waits for nothing."""
@@ -111,39 +101,12 @@ class HostStorage:
         self.writes.forget()
         self.threads.pages.given_away += 1
 
-    def clear(self) -> Future[bool]:
-        """Remove what this rank's workers have stored, in a thread. Returns whether that was done, when it is known.
-
-        In the thread that writes: what was to be written before is not there then, and what is written from now on is.
-        So a rank for which another one writes leaves it to that: later, it would remove what has been written since.
-        """
+    def clear(self) -> None:
+        """Remove what this rank's workers have stored. A rank for which another one writes leaves it to that."""
         self.writes.forget()
-        done: Future[bool] = Future()
-        if not self.writes.enabled:
-            done.set_result(True)
-            return done
-        self.threads.write(lambda buffer: self._clear(done))
-        return done
-
-    def _clear(self, done: Future[bool]) -> None:
-        try:
+        if self.writes.enabled:
             self.threads.files.clear()
-        except Exception as e:
-            logger.error("The storage of KV could not be cleared", exc_info=e)
-            done.set_result(False)
-        else:
-            # Not before: what others find until then is not there any more.
-            self._host.cleared += 1
-            done.set_result(True)
-
-    def _look_if_cleared(self) -> None:
-        """What was written before another worker, or DP rank, cleared the same folder is gone, and is written again.
-
-        Of several that clear it one after another, each removes what those before have written since.
-        """
-        self._looking = False
-        if self.threads.files.was_cleared():
-            self._host.cleared += 1
+        self.writes.cleared += 1
 
     def stop(self) -> None:
         """Use it no more, ever: the weights are about to change."""
@@ -154,57 +117,40 @@ class HostStorage:
             self._host.writes = None
 
 
-def _of_first(group: dist.ProcessGroup | None, tp_rank: int, named: Callable[[], str]) -> str:
-    """What ``named`` says on the first rank of ``group``, or the ValueError that it raises there, on all of them.
+def read_options(args: ServerArgs) -> tuple[Limits, dict[str, Any]]:
+    """How long requests wait, and the options of the storage itself, as the engine reads them. Raises ValueError."""
+    if args.hicache_storage_prefetch_policy == "wait_complete":
+        raise ValueError(
+            "--hicache-storage-prefetch-policy wait_complete would have requests wait for a storage that hangs. On "
+            "decode give timeout, or leave it out."
+        )
+    # Not at the top: it needs the options, of which this is asked.
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
-    Without a group, on this one.
-    """
-    if group is None:
-        return named()
-    told: list[str | None] = [None, None]
-    if tp_rank == 0:
-        try:
-            told[0] = named()
-        except (OSError, ValueError) as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    name, refused = told
-    if name is None:
-        raise ValueError(refused)
-    return name
+    given = args.hicache_storage_backend_extra_config
+    try:
+        options, *limits, _ = HiRadixCache._parse_storage_backend_extra_config(None, given)
+    except Exception as e:
+        raise ValueError(f"--hicache-storage-backend-extra-config {given!r} cannot be read: {e}.") from e
+    return Limits(*limits), options
 
 
-def add_storage(
-    tree: HostTierRadixCache,
-    args: ServerArgs,
-    options: StorageOptions,
-    tp_rank: int,
-    tp_size: int,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_size: int) -> None:
     """Put the storage that the options of a worker ask for below its host memory, which is empty. Raises ValueError.
 
-    tree: its tree over host memory is a `StoredHostTree`. options: what ``args`` say of it. tp_rank, tp_size: of the
-    ranks that have parts of one KV. group: these, on the CPU, where there are several.
+    tree: its tree over host memory is a `StoredHostTree`. tp_rank, tp_size: of the ranks that have parts of one KV.
     """
     tier = tree.tier
     assert tier is not None and isinstance(tier.host, StoredHostTree)
-    host = tier.host
-    name = args.hicache_storage_backend
+    limits, options = read_options(args)
+    host, name = tier.host, args.hicache_storage_backend
     pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
     rank = None if pages.shared else tp_rank
-    # Nodes may have copies of the model of other times, and the first rank writes for all where pages are shared.
-    several = group if pages.shared and tp_size > 1 else None
-    model = _of_first(several, tp_rank, lambda: model_folder(args, options.weights))
-    folder = rank_folder(model, pages.made_of(), rank, tp_size)
-    files = BACKENDS[name].open(folder, pages.page_bytes, options.own, tp_size)
-    taken = BACKENDS[name].memory(options.own, tp_size).size
+    # What all ranks have alike is the same for any number of them.
+    folder = rank_namespace(model_namespace(args), pages.made_of(), rank, 1 if pages.shared else tp_size)
+    files = open_storage(name, folder, pages.page_bytes, options, tp_size)
     logger.info(
-        "Decode stores what is in host memory in %s (%s), %d bytes a page%s.",
-        files.place,
-        name,
-        pages.page_bytes,
-        f"; the storage has {taken / 1e9:.2f} GB of this rank's memory" if taken else "",
+        "Decode stores what is in host memory in %s (%s), %d bytes a page.", files.place, name, pages.page_bytes
     )
     threads = StorageThreads(files, pages, files.place)
-    tier.storage = HostStorage(host, threads, options.limits, writes=not pages.shared or tp_rank == 0)
+    tier.storage = HostStorage(host, threads, limits, writes=not pages.shared or tp_rank == 0)

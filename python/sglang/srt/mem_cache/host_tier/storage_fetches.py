@@ -2,8 +2,8 @@
 
 A request asks when it comes. In threads, the storage is asked how much it has of what host memory lacks, and that is
 read into host memory, where it enters the tree; from there on it is like all that has been saved there. The request
-waits no longer than its prompt allows, and with what has come by then. Other requests pass it. What one of them reads
-no other one does: who wants the same pages waits until these are in host memory, or until its own time is up.
+waits no longer than its prompt allows, and goes on with what has come by then. Others pass it, but for those that want
+pages which it reads: they wait until it has ended, or until their own time is up.
 
 What the ranks could see differently (answers, what has come, time) takes effect in `advance`, after one reduction.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.host_tier.storage_reads import (
     LATE,
     UNDER_WAY,
     Fetch,
-    find_leader,
     look,
     read_pages,
 )
@@ -63,8 +62,9 @@ class Limits(NamedTuple):
 class Fetches:
     """The fetches of one rank. Those under way are the same on all ranks, in the same order."""
 
-    def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits):
-        self._host, self._threads, self.limits = host, threads, limits
+    def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits, cleared: Callable[[], int]):
+        """cleared: how often the storage has been cleared here."""
+        self._host, self._threads, self.limits, self._cleared = host, threads, limits, cleared
         self._page = host.page_size
         self._most = int(host.pool_size * LOADING_PART) // self._page * self._page
         self._least = max(limits.threshold, self._page)
@@ -98,14 +98,14 @@ class Fetches:
         page = self._page
         fetch.tokens = host_watch.token_ids[: len(host_watch.token_ids) // page * page]
         fetch.held, fetch.before = host_watch.length, self._host.name_at(host_watch)
-        fetch.stored_in = self._host.cleared
+        fetch.cleared = self._cleared()
         known = max(fetch.held, watch.length)
         lacks = len(fetch.tokens) - known
-        if lacks < self._least or not self._threads.answers:
+        if lacks < self._least or self._threads.reading.pausing:
             return False
         fetch.worth = known + self._least
         fetch.deadline = time.monotonic() + self.limits.base_s + self.limits.per_ki_s * lacks / 1024
-        self._threads.look(lambda beat: look(fetch, self._threads, page, beat))
+        self._threads.look(lambda: look(fetch, self._threads, page))
         return True
 
     def is_done(self, rid: str) -> bool:
@@ -122,7 +122,7 @@ class Fetches:
     @property
     def loading_tokens(self) -> int:
         """Tokens of host memory that are being read into."""
-        return sum(len(one.slots) - one.entered * self._page for one in self.open if one.slots is not None)
+        return sum(len(one.slots) for one in self.open if one.slots is not None)
 
     def locked(self) -> list[TreeNode]:
         """The nodes of host memory's tree that fetches have locked."""
@@ -136,20 +136,15 @@ class Fetches:
             return
         now, watched = time.monotonic(), self.open[:]
         found = [one for one in watched if one.agreed is not None and not one.loading and not one.follows][:MOST_BEGUN]
-        hangs = [self._threads.hangs(reading) for reading in (False, True)]
-        late = [now > fetch.deadline or hangs[fetch.agreed is not None] for fetch in watched]
-        own = [fact for one, is_late in zip(watched, late, strict=True) for fact in one.facts(is_late)]
+        own = [fact for one in watched for fact in one.facts(now > one.deadline)]
         figures = self._figures(found)
         told = _least([*own, *figures, *(-figure for figure in figures)], group, alone)
         low, negated = told[len(own) : len(own) + len(figures)], told[len(own) + len(figures) :]
         # First, since these figures are from before.
         self._begin_some(found, low, [-figure for figure in negated])
-        known = {fetch: (told[2 * i], told[2 * i + 1]) for i, fetch in enumerate(watched)}
-        for fetch, (state, number) in known.items():
-            if fetch.leader is not None and fetch.follows:
-                self._take_part(fetch, state == LATE, known[fetch.leader][1])
+        for i, fetch in enumerate(watched):
             if not fetch.closed:
-                self._follow(fetch, state, number)
+                self._follow(fetch, told[2 * i], told[2 * i + 1])
 
     def _figures(self, found: Sequence[Fetch]) -> list[int]:
         """By what it is decided on those to be read next: of host memory, and four of each of them."""
@@ -172,35 +167,21 @@ class Fetches:
             if told < self._page:
                 self._close(fetch, 0)
         else:
-            self._threads.counters.late += 1
+            self._note_late(answered=fetch.agreed is not None)
             self._close(fetch, 0)
 
+    def _note_late(self, answered: bool) -> None:
+        """Where nothing has come it is left alone for a while, or each request would wait as long for nothing."""
+        self._threads.counters.late += 1
+        if not answered:
+            self._threads.reading.came("it has not answered in time")
+
     def _end(self, fetch: Fetch, pages: int, late: bool) -> None:
-        self._threads.counters.late += late
-        end = fetch.start + pages * self._page
+        if late:
+            self._note_late(answered=pages > 0 or fetch.failed)
         if pages:
-            self.brought[fetch.rid] = fetch.start, end
-        waiting = [one for one in self.open if one.leader is fetch]
+            self.brought[fetch.rid] = fetch.start, fetch.start + pages * self._page
         self._close(fetch, pages)
-        for one in waiting:
-            # In this step: of those that go on to read, few are looked at in one. If its time was not up, what did not
-            # come is not there, for whom waits too: they need not find that out one after another.
-            if (one.until > end and not late) or one.has_all(end, self._least):
-                self._close(one, 0)
-
-    def _take_part(self, fetch: Fetch, late: bool, pages: int) -> None:
-        """Have what ``fetch`` waits for in host memory if it has come, or if that waits no longer, as far as it has.
-
-        pages: that have come for its leader, which reads on.
-        """
-        leader = fetch.leader
-        assert leader is not None
-        end = leader.start + pages * self._page
-        if late or end >= fetch.until:
-            self._enter(leader, pages)
-            fetch.leader = None
-            if fetch.has_all(end, self._least):
-                self._close(fetch, 0)
 
     def _begin_some(self, found: Sequence[Fetch], low: Sequence[int], high: Sequence[int]) -> None:
         """Begin to read what was found, as far as there is room, or let requests go on.
@@ -217,7 +198,8 @@ class Fetches:
             if not same or held < asked or fetch.agreed - max(held, on_device) < self._least:
                 self._close(fetch, 0)
                 continue
-            if find_leader(fetch, self.open, held, self._page, self._least):
+            fetch.reader = self._reader(fetch.names_of(held, self._page, self._page)[0])
+            if fetch.reader is not None:
                 continue
             room = self._most - sum(one.begun for one in self.open)
             if room < self._page:
@@ -233,6 +215,7 @@ class Fetches:
                 continue
             # On all ranks, also where it fails.
             fetch.begun, fetch.start = tokens, held
+            fetch.reading = frozenset(fetch.names_of(held, tokens, self._page))
             try:
                 self._begin(fetch, held, tokens)
             except Exception as e:
@@ -244,6 +227,10 @@ class Fetches:
                 return
             available -= tokens
             locked += unlocked
+
+    def _reader(self, name: bytes) -> Fetch | None:
+        """Who reads the page of that name."""
+        return next((one for one in self.open if name in one.reading), None)
 
     def _begin(self, fetch: Fetch, held: int, tokens: int) -> None:
         assert fetch.host_watch is not None
@@ -257,10 +244,9 @@ class Fetches:
         if slots is None:
             raise RuntimeError(f"{tokens} tokens of host memory were to be had, and are not")
         fetch.slots = slots
-        skip = (held - fetch.held) // self._page
-        names = fetch.names[skip : skip + tokens // self._page]
+        names = fetch.names_of(held, tokens, self._page)
         pages = [int(page) for page in self._threads.pages.numbers(slots)]
-        self._threads.read(lambda buffer, beat: read_pages(fetch, self._threads, names, pages, buffer, beat))
+        self._threads.read(lambda buffer: read_pages(fetch, self._threads, names, pages, buffer))
 
     def give_up(self) -> None:
         """It is used no more: the requests that wait go on."""
@@ -281,27 +267,23 @@ class Fetches:
         self.open.remove(fetch)
         del self._waited_for[fetch.rid]
         if fetch.slots is not None:
-            self._enter(fetch, pages)
+            if pages:
+                self._enter(fetch, pages)
             # What has not come.
-            self._free(fetch.slots[fetch.entered * self._page :])
+            self._free(fetch.slots[pages * self._page :])
         if fetch.above is not None:
             self._host.dec_lock_ref(fetch.above)
 
     def _enter(self, fetch: Fetch, pages: int) -> None:
         """Put so many pages of what has been read, or those that are there already, into the tree of host memory."""
-        start, end = fetch.entered * self._page, pages * self._page
-        if end <= start or fetch.slots is None or fetch.above is None or fetch.host_watch is None:
-            return
-        host, slots = self._host, fetch.slots[start:end]
-        come = fetch.tokens[fetch.start + start : fetch.start + end]
-        key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=host.is_eagle)
-        known, last = host.insert_fetched(fetch.above, key, slots, fetch.stored_in)
+        assert fetch.slots is not None and fetch.above is not None and fetch.host_watch is not None
+        end = pages * self._page
+        slots, come = fetch.slots[:end], fetch.tokens[fetch.start : fetch.start + end]
+        key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=self._host.is_eagle)
+        known, _ = self._host.insert_fetched(fetch.above, key, slots, fetch.cleared)
         # What came another way meanwhile.
         self._free(slots[:known])
-        host.inc_lock_ref(last)
-        host.dec_lock_ref(fetch.above)
-        fetch.above, fetch.entered = last, pages
-        self._threads.counters.fetched += end - start
+        self._threads.counters.fetched += end
 
     def _free(self, slots: torch.Tensor) -> None:
         if len(slots):

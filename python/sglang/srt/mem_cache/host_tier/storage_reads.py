@@ -6,7 +6,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["ENDED", "LATE", "UNDER_WAY", "Fetch", "find_leader", "look", "read_pages"]
+__all__ = ["ENDED", "LATE", "UNDER_WAY", "Fetch", "look", "read_pages"]
 
 # How far a fetch is; of the ranks, the least counts. Late: it waits no longer.
 LATE, UNDER_WAY, ENDED = range(3)
@@ -29,8 +29,8 @@ class Fetch:
     """What one request waits for.
 
     tokens: its prompt up to what can be reused, whole pages, as the tree's `keys_of`. held: how many of these host
-    memory had when it was asked, and before: what the last page of them is called; stored_in: `cleared` of host
-    memory's tree then; worth: how many must be found.
+    memory had when it was asked, and before: what the last page of them is called; cleared: how often the storage had
+    been cleared here by then; worth: how many must be found.
     found: how many the storage has, from the start, 0 if too few, None while that is not known; the threads write that,
     ``names`` of pages from ``held`` on, ``come`` (pages read) and ``ended``.
     """
@@ -41,7 +41,7 @@ class Fetch:
     tokens: Sequence[Any] = ()
     held: int = 0
     before: bytes = b""
-    stored_in: int = 0
+    cleared: int = 0
     worth: int = 0
     deadline: float = 0.0
     found: int | None = None
@@ -54,13 +54,11 @@ class Fetch:
     start: int = 0
     slots: torch.Tensor | None = None
     come: int = 0
-    # How many of the pages that have come are in host memory's tree already.
-    entered: int = 0
     ended: bool = False
     failed: bool = False
-    # Who reads the next pages of its prompt, up to so many tokens of it: it waits for these.
-    leader: Fetch | None = None
-    until: int = 0
+    # The pages that are being read; and who reads the first one that it lacks, for which it waits.
+    reading: frozenset[bytes] = frozenset()
+    reader: Fetch | None = None
     # Nothing is written to its slots when it is closed.
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
@@ -68,6 +66,11 @@ class Fetch:
     @property
     def loading(self) -> bool:
         return self.begun > 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether another one still reads what it waits for."""
+        return self.reader is not None and not self.reader.closed
 
     def facts(self, is_late: bool) -> tuple[int, int]:
         """What this rank knows: how far it is; and tokens found, or pages that have come. is_late: its time is up."""
@@ -81,75 +84,29 @@ class Fetch:
             return ENDED, self.found
         return late, 0
 
-    @property
-    def follows(self) -> bool:
-        """Whether another one still reads what it waits for."""
-        return self.leader is not None and not self.leader.closed
-
-    def has_all(self, end: int, least: int) -> bool:
-        """Whether what it waits for from another has come, up to ``end``, and what lies behind is not worth a fetch."""
-        return end >= self.until and (self.agreed or 0) - self.until < least
-
-    def name_at(self, tokens: int, page_size: int) -> bytes:
-        """What the page is called that begins behind so many tokens of its prompt, of those that were found."""
-        return self.names[(tokens - self.held) // page_size]
+    def names_of(self, start: int, tokens: int, page_size: int) -> list[bytes]:
+        """What the pages are called of so many tokens from ``start`` on, of those that were found."""
+        first = (start - self.held) // page_size
+        return self.names[first : first + tokens // page_size]
 
     def close(self) -> None:
         """Nothing more is written to its slots. Takes as long as a page is copied, at most."""
         with self.lock:
             self.closed = True
         # Or each would keep all that came before it.
-        self.leader = None
+        self.reader = None
 
 
-def find_leader(fetch: Fetch, others: Sequence[Fetch], held: int, page_size: int, least: int) -> bool:
-    """Have a request wait for another's read that brings at least so many tokens which host memory lacks.
-
-    held: tokens of its prompt that host memory has. Returns whether there is one. All ranks find the same.
-    """
-    ends = [(_end_of_shared(fetch, one, held, page_size), one) for one in others if one.loading]
-    end, leader = max(ends, key=lambda found: found[0], default=(held, None))
-    if end - held < least:
-        return False
-    fetch.leader, fetch.until = leader, end
-    return True
-
-
-def _end_of_shared(fetch: Fetch, other: Fetch, held: int, page_size: int) -> int:
-    """The end of what ``other``, which reads, brings of the prompt of ``fetch``, in tokens; ``held`` if nothing.
-
-    held: tokens of that prompt that host memory has. Of pages with one name all before them is the same too, so this
-    is found by halving.
-    """
-    end = min(other.start + other.begun, fetch.agreed or 0)
-    if not other.start <= held < end:
-        return held
-    low, high = 0, (end - held) // page_size
-    # First the next page: most often it is another prompt's.
-    middle = 1
-    while low < high:
-        last = held + (middle - 1) * page_size
-        if fetch.name_at(last, page_size) == other.name_at(last, page_size):
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    return held + low * page_size
-
-
-def look(fetch: Fetch, threads: StorageThreads, page_size: int, beat: Callable[[], None]) -> None:
+def look(fetch: Fetch, threads: StorageThreads, page_size: int) -> None:
     """Find out how many pages the storage has behind what is held; by halving, since they came in order.
 
     Without the first there is nothing to read, and no room to be made: others may have removed what was written first.
-
-    beat: called before each call of the storage.
     """
     found = 0
     try:
         names = page_names(fetch.tokens[fetch.held :], page_size, fetch.before)
         low, high, middle = 0, len(names), 1
         while low < high and not fetch.closed:
-            beat()
             if threads.files.exists(names[middle - 1].hex()):
                 low = middle
             else:
@@ -163,20 +120,12 @@ def look(fetch: Fetch, threads: StorageThreads, page_size: int, beat: Callable[[
 
 
 def read_pages(
-    fetch: Fetch,
-    threads: StorageThreads,
-    names: Sequence[bytes],
-    pages: Sequence[int],
-    buffer: torch.Tensor,
-    beat: Callable[[], None],
+    fetch: Fetch, threads: StorageThreads, names: Sequence[bytes], pages: Sequence[int], buffer: torch.Tensor
 ) -> None:
     """Read pages into host memory, until one is not there, or nobody waits any more. buffer: room for one."""
     try:
         for name, page in zip(names, pages, strict=True):
-            if fetch.closed:
-                return
-            beat()
-            if threads.files.get(name.hex(), buffer) is None:
+            if fetch.closed or threads.files.get(name.hex(), buffer) is None:
                 return
             threads.reading.ended()
             if not _take_in(fetch, threads, page, buffer):

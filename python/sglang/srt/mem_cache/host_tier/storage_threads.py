@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from sglang.srt.mem_cache.host_tier.storage_backend import PageStorage
+    from sglang.srt.mem_cache.host_tier.storage_backends import PageStorage
     from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 
 __all__ = ["Counters", "StorageThreads"]
@@ -25,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Look-ups have threads of their own: behind long reads they would take as long as these.
 READERS, LOOKERS = 4, 2
-# After an error, it is left alone so long; and what takes longer than this hangs.
-PAUSE_S, HANGS_S = 5.0, 1.0
+# After an error, or an answer that came too late, it is left alone so long.
+PAUSE_S = 5.0
 
 
 @dataclass
@@ -34,15 +33,14 @@ class Counters:
     """Tokens since the start.
 
     fetched: put into host memory. written; known: that it had already; dropped: not written since they had left host
-    memory or it was left alone after an error; no_room: not written since it was full; failed: an error came. What is
-    tried again counts again. late: requests that waited no longer for it.
+    memory, it was full, or it was left alone after an error; failed: an error came. What is tried again counts again.
+    late: requests that waited no longer for it.
     """
 
     fetched: int = 0
     written: int = 0
     known: int = 0
     dropped: int = 0
-    no_room: int = 0
     failed: int = 0
     late: int = 0
 
@@ -58,7 +56,7 @@ class Trouble:
     def pausing(self) -> bool:
         return time.monotonic() < self._until
 
-    def came(self, error: BaseException) -> None:
+    def came(self, error: object) -> None:
         """A call has failed."""
         self._until = time.monotonic() + PAUSE_S
         if not self._told:
@@ -81,36 +79,27 @@ class Trouble:
 class Crew:
     """Threads that do one kind of calls, in the order of their coming, each with what it needs for that."""
 
-    def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Callable[..., None] | None] = queue.SimpleQueue()
-        # When each thread began with the call of the storage that it is in; 0 if it is in none.
-        self.since: list[float] = []
+    def __init__(self, trouble: Trouble) -> None:
+        self.queue: queue.Queue[Callable[..., None] | None] = queue.Queue()
+        self._trouble, self._size = trouble, 0
 
-    @property
-    def hangs(self) -> bool:
-        """Whether every thread hangs."""
-        now = time.monotonic()
-        return bool(self.since) and all(since and now - since > HANGS_S for since in self.since)
+    def hire(self, start: Callable[[str, Callable[[], None]], None], name: str, *needs: Any) -> None:
+        """Have one thread more, which ``start`` starts; what it runs gets ``needs``."""
+        self._size += 1
+        start(f"kv-storage-{name}-{self._size}", lambda: self._work(*needs))
+
+    def _work(self, *needs: Any) -> None:
+        while (run := self.queue.get()) is not None:
+            try:
+                run(*needs)
+            except Exception as e:
+                self._trouble.came(e)
+            self.queue.task_done()
 
     def close(self) -> None:
         """Begin nothing more."""
-        for _ in self.since:
+        for _ in range(self._size):
             self.queue.put(None)
-
-    def work(self, i: int, trouble: Trouble, *needs: Any) -> None:
-        """What thread ``i`` does. What it runs gets ``needs``, and what it calls before each call of the storage."""
-        since = self.since
-
-        def beat() -> None:
-            since[i] = time.monotonic()
-
-        while (run := self.queue.get()) is not None:
-            # What it does before the first call, as to hash a long prompt, is no hang of the storage.
-            try:
-                run(*needs, beat)
-            except Exception as e:
-                trouble.came(e)
-            since[i] = 0.0
 
 
 class StorageThreads:
@@ -120,42 +109,28 @@ class StorageThreads:
         """name: in messages."""
         self.files, self.pages, self.counters = files, pages, Counters()
         self.reading, self.writing = Trouble("Reading from", name), Trouble("Writing to", name)
-        self._looks, self._reads, self._writes = Crew(), Crew(), Crew()
+        self._looks, self._reads, self._writes = Crew(self.reading), Crew(self.reading), Crew(self.writing)
         for _ in range(LOOKERS):
-            self._hire(self._looks, "look", self.reading)
+            self._looks.hire(self._start, "look")
         for _ in range(READERS):
-            self._hire(self._reads, "read", self.reading, pages.buffer())
-        self._hire(self._writes, "write", self.writing, pages.buffer())
-
-    def _hire(self, crew: Crew, name: str, trouble: Trouble, *needs: Any) -> None:
-        i = len(crew.since)
-        crew.since.append(0.0)
-        self._start(f"kv-storage-{name}-{i}", partial(crew.work, i, trouble, *needs))
+            self._reads.hire(self._start, "read", pages.buffer())
+        self._writes.hire(self._start, "write", pages.buffer())
 
     @staticmethod
     def _start(name: str, run: Callable[[], None]) -> None:
         threading.Thread(target=run, name=name, daemon=True).start()
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is worth while to ask: it has not failed just now, and there is a thread for what comes of it."""
-        return not self.reading.pausing and not self.hangs(reading=False)
-
-    def hangs(self, reading: bool) -> bool:
-        """Whether nothing comes of what is being read; of what is only asked for, a look-up may be what hangs, too."""
-        return self._reads.hangs or (not reading and self._looks.hangs)
-
-    def look(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Run in a thread for look-ups, with what is to be called before each call of the storage."""
+    def look(self, run: Callable[[], None]) -> None:
+        """Run in a thread for look-ups."""
         self._looks.queue.put(run)
 
-    def read(self, run: Callable[[torch.Tensor, Callable[[], None]], None]) -> None:
-        """Run in a thread for reads, with room for a page, and what is to be called as for `look`."""
+    def read(self, run: Callable[[torch.Tensor], None]) -> None:
+        """Run in a thread for reads, with room for a page."""
         self._reads.queue.put(run)
 
     def write(self, run: Callable[[torch.Tensor], None]) -> None:
         """Run behind what was handed over before, with room for a page."""
-        self._writes.queue.put(lambda buffer, beat: run(buffer))
+        self._writes.queue.put(run)
 
     def close(self) -> None:
         """Begin nothing more."""

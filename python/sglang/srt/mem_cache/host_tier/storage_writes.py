@@ -23,18 +23,11 @@ __all__ = ["Write", "Writes"]
 
 @dataclass(eq=False)
 class Write:
-    """Pages to be written: names, numbers in host memory, how often each had been given away by then.
+    """Pages that are written, or are there already: as of which clear, and whether one of them is not there all the
+    same."""
 
-    above: what writes the pages before these, None when this one has ended. lost: whether one of them was not written,
-    nor is there; no_room: since the storage was full.
-    """
-
-    names: Sequence[bytes]
-    pages: np.ndarray
-    given_away: np.ndarray
-    above: Write | None = None
+    cleared: int
     lost: bool = False
-    no_room: bool = False
 
 
 class Writes:
@@ -48,8 +41,10 @@ class Writes:
         self._handed = self._seen = 0
         # Tokens that were not even handed over.
         self._refused = 0
-        # Advanced when what waits must not be written any more, and when what was written has been removed.
+        # Advanced when what waits must not be written any more.
         self._epoch = 0
+        # How often the storage has been cleared here.
+        self.cleared = 0
 
     @property
     def waiting(self) -> int:
@@ -58,14 +53,16 @@ class Writes:
 
     @property
     def dropped(self) -> int:
-        """Tokens since the start that were not written, nor were there, but those that it had no room for."""
+        """Tokens since the start that were not written, nor were there."""
         return self._refused + self._threads.counters.dropped
 
-    def add(self, names: Sequence[bytes], slots: torch.Tensor, above: Write | None = None) -> Write:
-        """Write the pages of ``slots``, int64 on the CPU, in their order. above: of the pages before them."""
-        pages = self._pages.numbers(slots)
-        write = Write(names, pages, self._pages.given_away[pages])
-        tokens = len(slots)
+    def lacks(self, write: Write) -> bool:
+        """Whether pages of ``write`` are not in the storage, as far as this worker knows."""
+        return write.lost or write.cleared != self.cleared
+
+    def add(self, names: Sequence[bytes], slots: torch.Tensor) -> Write:
+        """Write the pages of ``slots``, int64 on the CPU, in their order."""
+        write, tokens = Write(self.cleared), len(slots)
         if not self.enabled:
             return write
         if self.waiting + tokens > self._most or self._threads.writing.pausing:
@@ -73,56 +70,54 @@ class Writes:
             self._refused += tokens
             return write
         self._handed += tokens
-        write.above, epoch = above, self._epoch
-        self._threads.write(lambda buffer: self._run(write, buffer, epoch))
+        pages = self._pages.numbers(slots)
+        given_away, epoch = self._pages.given_away[pages], self._epoch
+        self._threads.write(lambda buffer: self._run(write, names, pages, given_away, buffer, epoch))
         return write
 
     def forget(self) -> None:
         """Nothing that waits is written."""
         self._epoch += 1
 
-    def _run(self, write: Write, buffer: torch.Tensor, epoch: int) -> None:
+    def _run(
+        self,
+        write: Write,
+        names: Sequence[bytes],
+        pages: np.ndarray,
+        given_away: np.ndarray,
+        buffer: torch.Tensor,
+        epoch: int,
+    ) -> None:
         page_size, counters, trouble = self._pages.page_size, self._threads.counters, self._threads.writing
-        left = len(write.names) * page_size
-        # Or each would keep all that came before it.
-        above, write.above = write.above, None
+        left = len(names) * page_size
         try:
-            # Nobody could use what comes behind a page that found no room.
-            write.no_room = above is not None and above.no_room
-            for name, page, given_away in zip(write.names, write.pages, write.given_away, strict=True):
-                if self._epoch != epoch or trouble.pausing or write.no_room:
+            for name, page, times in zip(names, pages, given_away, strict=True):
+                if self._epoch != epoch or trouble.pausing:
                     break
-                counted = self._write_one(name.hex(), int(page), int(given_away), buffer)
-                write.no_room = counted == "no_room"
-                if write.no_room:
+                counted = self._write_one(name.hex(), int(page), int(times), buffer)
+                if counted == "dropped":
+                    # Nobody could use what comes behind it.
                     break
                 setattr(counters, counted, getattr(counters, counted) + page_size)
-                write.lost = write.lost or counted == "dropped"
                 left -= page_size
         except Exception as e:
             trouble.came(e)
             counters.failed += page_size
-            left -= page_size
-            # Also where it was the last of them.
-            write.lost = True
+            counters.dropped -= page_size
         finally:
-            write.lost = write.lost or left > 0
-            if write.no_room:
-                counters.no_room += left
-            else:
-                counters.dropped += left
-            self._seen += len(write.names) * page_size
+            write.lost = left > 0
+            counters.dropped += left
+            self._seen += len(names) * page_size
 
     def _write_one(self, key: str, page: int, given_away: int, buffer: torch.Tensor) -> str:
         """What became of it, as a counter is called."""
         files = self._threads.files
         if files.exists(key):
-            files.note_use(key)
             return "known"
         self._pages.read(page, buffer)
         if self._pages.given_away[page] != given_away:
             return "dropped"
         if not files.set(key, buffer):
-            return "no_room"
+            return "dropped"
         self._threads.writing.ended()
         return "written"

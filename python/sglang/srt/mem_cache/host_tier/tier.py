@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.host_tier.agreed import SavesStep
 from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
-from sglang.srt.mem_cache.host_tier.checks import NOTHING as NOTHING_TAKEN
-from sglang.srt.mem_cache.host_tier.checks import Taken, check_rank
+from sglang.srt.mem_cache.host_tier.checks import check_rank
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, check_pool, host_pool, kv_pool_of
 from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
@@ -174,12 +173,11 @@ def add_host_tier(
     forward_stream: Callable[[], Any],
     draft_pool: Any = None,
     host_class: type[HostTree] = HostTree,
-    stored: Taken = NOTHING_TAKEN,
 ) -> None:
     """Put host memory, as the engine's options say, below an empty ``tree``. Raises ValueError.
 
     forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
-    host_class: of the tree over host memory. stored: what a storage is to take of this rank besides.
+    host_class: of the tree over host memory.
     """
     kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
     # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
@@ -187,7 +185,7 @@ def add_host_tier(
     for one in kvcache, *drafts:
         check_pool(one)
     check_size(args, kvcache)
-    check_rank(args, args.hicache_ratio * sum(kv_bytes(one) for one in (kvcache, *drafts)), stored)
+    check_rank(args, args.hicache_ratio * sum(kv_bytes(one) for one in (kvcache, *drafts)))
     pool = host_pool(kvcache, args, tree.page_size)
     pools = [(kvcache, pool), *((one, host_pool(one, args, tree.page_size, pool.size)) for one in drafts)]
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)

@@ -41,10 +41,9 @@ class KVLayout:
         """Bytes of a page in each buffer."""
         return [buffer[0].nbytes * self.page_size for buffer in self.buffers.values()]
 
-    def describe(self) -> list[tuple[str, int, str]]:
-        """What must be alike for two pools to hold each other's pages."""
-        parts = zip(self.buffers.items(), self.page_bytes, strict=True)
-        return [(name, nbytes, str(buffer.dtype)) for (name, buffer), nbytes in parts]
+    def describe(self) -> list[object]:
+        """What must be alike for two pools to hold each other's pages: page size, layers, heads, dimensions, type."""
+        return [self.page_size, *((name, tuple(one.shape[1:]), str(one.dtype)) for name, one in self.buffers.items())]
 
 
 def kv_layout(pool: Any, page_size: int) -> KVLayout:

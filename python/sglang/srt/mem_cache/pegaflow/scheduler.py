@@ -9,8 +9,8 @@ import logging
 import uuid
 from typing import Any
 
+from sglang.srt.mem_cache.kv_namespace import kv_namespace, rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
-from sglang.srt.mem_cache.pegaflow.pages import model_namespace, rank_namespace
 from sglang.srt.mem_cache.pegaflow.room import live_on_scheduler
 from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache, PegaFlowRadixCache, PegaFlowTree
@@ -46,7 +46,7 @@ class PegaFlowScheduler(Base):
         session = PegaFlowSession(
             args.pegaflow_endpoint,
             f"sglang-{uuid.uuid4().hex}-{self.tp_rank}",
-            rank_namespace(model_namespace(args), layout.describe(), rank, self.tp_size),
+            rank_namespace(kv_namespace(args), layout.describe(), rank, self.tp_size),
             layout,
         )
         # Of what all ranks hold alike, one saves all.
