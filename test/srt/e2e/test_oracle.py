@@ -11,6 +11,7 @@ import pytest
 import requests
 from pd import (
     FLAG,
+    LOCAL,
     Pair,
     ask,
     ask_among_leavers,
@@ -36,9 +37,11 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 does not overlap its steps."""
+    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 does not overlap its steps, and
+    decode 3 computes short remainders of prompts, as by default."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
-    workers = [[FLAG], [], *([[FLAG, "--disable-overlap-schedule"]] if page == 16 else [])]
+    more = [[FLAG, "--disable-overlap-schedule"], [FLAG, LOCAL, "auto"]]
+    workers = [[FLAG], [], *(more if page == 16 else [])]
     return clusters.get(model, decode=len(workers), decode_args=workers, common_args=args, backend=backend)
 
 
@@ -86,6 +89,18 @@ def test_overlap_is_the_default_and_stays_a_choice(cluster, truth, page):
         held.append(pair.tree_tokens())
     base = len(base_prompt(page))
     assert held == ([base, base - page] if page == 16 else [base])
+
+
+def test_conversations_as_by_default(cluster, truth):
+    """Decode computes short remainders itself."""
+    if len(cluster.decode_urls) < 4:
+        pytest.skip("one page size has such a worker")
+    pair = Pair(cluster, decode=3)
+    pair.flush()
+    computed = counter(pair.decode_url, "sglang:decode_computed_tokens_total")
+    assert conversations(pair) == truth["conversations"]
+    assert counter(pair.decode_url, "sglang:decode_computed_tokens_total") > computed
+    pair.check_idle()
 
 
 def test_conversations_through_the_router(cluster, truth):
