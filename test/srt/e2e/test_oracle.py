@@ -37,8 +37,8 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 does not overlap its steps, and
-    decode 3 computes short remainders of prompts, as by default."""
+    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 does not overlap its steps,
+    and decode 3 computes short remainders of prompts, as by default."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
     more = [[FLAG, "--disable-overlap-schedule"], [FLAG, LOCAL, "auto"]]
     workers = [[FLAG], [], *(more if page == 16 else [])]

@@ -53,10 +53,8 @@ class Worker:
 
     def note(self, mode, seconds: float) -> None:
         self.now += seconds
-        stats = object() if mode is EXTEND else None
-        batch = SimpleNamespace(
-            forward_mode=mode, prefill_stats=stats, reqs=[0] * self.requests, global_num_tokens=None
-        )
+        stats, requests = (object(), 1) if mode is EXTEND else (None, self.requests)
+        batch = SimpleNamespace(forward_mode=mode, prefill_stats=stats, reqs=[0] * requests, global_num_tokens=None)
         self.bucket.note_step(batch, now=self.now)
 
     def run(self, steps: int, seconds) -> None:

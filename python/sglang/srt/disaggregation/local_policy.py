@@ -1,8 +1,8 @@
 """Which remainders of prompts decode computes, and when: a token bucket, and one comparison with prefill.
 
 A step over prompts makes one gap between the tokens of all requests that decode longer. So decode steps fill a bucket
-with a part of their own time, and each remainder takes out what its steps cost. A remainder waits while the bucket is
-overdrawn, or goes to prefill if that is sooner. Once admitted, it waits for no more decode steps than expected.
+with a part of their own time, and each remainder takes out its share of its steps. A remainder waits while the bucket
+is overdrawn, or goes to prefill if that is sooner. Once admitted, it waits for no more decode steps than expected.
 
 Times are thousandths of a decode step. The first rank measures, all go by its figures and count whole numbers, so that
 all ranks decide alike.
@@ -78,7 +78,7 @@ class Bucket:
     def __init__(self, transfer_s: Callable[[], float | None] = lambda: None):
         self._transfer_s, self._watch = transfer_s, StepWatch()
         self._decode, self._computed = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
-        # Agreed on: of a step over prompts, of prefill; 0: unknown.
+        # Agreed on: of a request in a step over prompts, of prefill; 0: unknown.
         self.cost = self.prefill = 0
         self.level = self.steps = self._since = 0
         self._sharers = 1  # DP ranks that step together: all wait for a step of each.
@@ -94,7 +94,7 @@ class Bucket:
         if seconds is None:
             return
         if batch.forward_mode.is_extend() and batch.prefill_stats is not None:
-            self._computed.append(seconds)
+            self._computed.append(seconds / max(1, len(batch.reqs)))
         elif not has_prompts(batch) and (batch.reqs or max(everywhere, default=0)):
             self._decode.append(seconds)
 
