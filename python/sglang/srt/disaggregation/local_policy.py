@@ -28,7 +28,7 @@ ONE_IN, MANY = 20, 8
 #: The part if prefill takes so many times as long as a step here; how many times the debt a conversation then may have.
 ONE_IN_SLOW, SLOW, MORE_DEBT = 4, 4, 8
 WORTH = 16  #: A second sooner for a first token is worth so many seconds by which others' next tokens are later.
-FULL = 2  #: Steps over prompts that the bucket holds.
+FULL = 2  #: Steps over prompts that the bucket holds; as many times more as the part is larger.
 #: Samples kept; how many times the median one counts at most; decode steps after which a cost is taken for unknown.
 KEPT, MOST_SAMPLE, FORGOTTEN = 32, 4, 500
 
@@ -116,7 +116,7 @@ class Bucket:
         """A decode step of ``requests`` is launched; 0: nobody decodes."""
         self.steps += 1
         self._since = self._since + 1 if requests else 0
-        full = FULL * self.cost
+        full = FULL * self.cost * (ONE_IN // ONE_IN_SLOW if self.is_slow(requests) else 1)
         self.level = min(full, self.level + self._earned(requests)) if requests else full
 
     def spend(self, steps: int) -> None:
