@@ -219,6 +219,24 @@ def test_what_is_sent_for_the_engine_says_nothing_of_a_peer_and_is_closed_with_i
     assert found.socket.closed and not sockets.lost() and not sockets.reached
 
 
+def test_what_is_sent_for_the_engine_makes_no_peer_that_is_gone_come_back(sockets: PeerSockets, peer: Peer):
+    """Or a request of that peer which comes later would wait for its time-out."""
+    meet(sockets, peer)
+    peer.end()
+    look_until(sockets, lambda: sockets.are_gone([peer.at]), "its end")
+    sockets.connect(peer.endpoint).send_multipart([b"x"])
+    sockets.look(0)
+    assert sockets.are_gone([peer.at])
+
+
+def test_who_has_no_peer_waits_between_two_looks(sockets: PeerSockets):
+    """A poller of no sockets returns at once, and the thread took a core of the scheduler's time."""
+    began = time.monotonic()
+    for _ in range(3):
+        sockets.look(0.1)
+    assert time.monotonic() - began >= 0.3
+
+
 def test_what_no_socket_can_be_made_of_is_not_looked_after(sockets: PeerSockets):
     """ZeroMQ's thread, which answers for this worker's life, would ask DNS for a name."""
     for host, port in (("localhost", 1), ("no such host", 1), ("", 1), ("127.0.0.1", 1 << 20), ("127.0.0.1", -1)):

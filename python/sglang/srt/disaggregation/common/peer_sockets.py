@@ -34,6 +34,8 @@ HEARTBEAT_S, MORE_S = 3.0, 2.0
 # Seconds in which a connection that has ended comes about again where its peer lives: of what was sent over it nothing
 # may be lost. And milliseconds from one attempt to the next, at first and at most.
 BACK_S, RECONNECT_MS, MOST_RECONNECT_MS = 1.0, 100, 1000
+# And of one attempt: the system's goes on for minutes where a way has been cut, also when it is whole again.
+CONNECT_MS = 3000
 # Seconds for which a look waits for what ZeroMQ says.
 LOOK_S = 0.15
 # Seconds after which a peer without a connection is forgotten, and what waits for it.
@@ -76,6 +78,7 @@ class _Peer:
             self.socket.set(zmq.IPV6, int(is_ipv6))
             self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
             self.socket.set(zmq.RECONNECT_IVL_MAX, MOST_RECONNECT_MS)
+            self.socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
             if watched:
                 self.socket.set(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
                 self.socket.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * answer_s))
@@ -163,8 +166,9 @@ class PeerSockets:
             if peer is None:
                 peer = _Peer(self._context, endpoint, is_ipv6, not waits, self._answer_s)
                 self._peers[endpoint, waits] = peer
-                # Who listens there now may be another.
-                self._lost.pop(peer.at, None)
+                if peer.watched:
+                    # Who listens there now may be another.
+                    self._lost.pop(peer.at, None)
         return peer
 
     def lost(self) -> dict[Endpoint, Loss]:
@@ -200,6 +204,9 @@ class PeerSockets:
         poller = zmq.Poller()
         for monitor in peers:
             poller.register(monitor, zmq.POLLIN)
+        if not peers:
+            # A poller without sockets returns at once.
+            time.sleep(wait_s)
         changed = [peers[monitor][1] for monitor, _ in poller.poll(int(1000 * wait_s))]
         for peer in changed:
             peer.read()
