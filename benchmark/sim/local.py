@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.local_policy import UNIT
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
-from sglang.srt.disaggregation.step_time import PS
 
 from sim.steps import tokens_read
 
@@ -23,29 +23,28 @@ class SimulatedSteps:
         *tokens, paced = local.policy
         local.policy = type(local.policy)(*(max(1, figure // worker.scale) for figure in tokens), paced)
         # What a worker measures of its steps it would find to be this, and so takes each for what it is charged.
-        local.pace.own = self._measured
+        local.bucket.own = self._measured
         self._after_one = False
         self.steps = self.tokens = 0
 
     def _measured(self) -> list[int]:
         worker, times = self.worker, self.worker.times
         step = times.decode_step(len(worker.running), tokens_read(worker))
-        short = worker.queue.policy.transfers.short() or 0.0
-        figures = (step, times.computed or times.step, worker.scale * times.token, 0.0, short, 0.0, 0.0)
-        return [round(PS * seconds) for seconds in figures]
+        cost = (times.computed or times.step) + worker.scale * times.token * self.local.policy.slice
+        return [round(UNIT * seconds / step) for seconds in (cost, worker.queue.policy.transfers.short() or 0.0)]
 
     def decoded(self, steps: int) -> None:
         """So many decode steps have been taken."""
         self._after_one = False
         for _ in range(steps):
-            self.local.pace.decoded(len(self.worker.running), self.local.policy.slice)
+            self.local.bucket.decoded(len(self.worker.running))
 
     def begin(self) -> float | None:
         """Begin the next step over prompts, as `local_steps.next_local_batch`; returns its seconds, None for none."""
         worker, local = self.worker, self.local
         decoding = len(worker.running) + len(worker.waiting)
         if not decoding:
-            local.pace.decoded(0, local.policy.slice)
+            local.bucket.decoded(0)
         if not local.waiting or (self._after_one and decoding) or not local.may_step(decoding):
             return None
         room = worker.max_running - len(worker.running)
@@ -54,7 +53,6 @@ class SimulatedSteps:
             return None
         spans = [(len(one.req.prefix_indices), one.req.extend_input_len) for one, _ in slices]
         slots = sum(new for _, new in spans)
-        local.pace.computed(slots, decoding)
         local.launch(SimpleNamespace(reqs=[one.req for one, _ in slices]), slices)
         self.steps, self.tokens = self.steps + 1, self.tokens + slots * worker.scale
         return worker.times.extend([(before * worker.scale, new * worker.scale) for before, new in spans])

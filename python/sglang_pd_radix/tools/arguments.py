@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``: did you mean ...?`` with the one of ``known`` that is most like ``word``; "" if none is."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""
 
 

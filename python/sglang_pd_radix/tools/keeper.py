@@ -10,10 +10,13 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .cluster import Cluster, Process, describe_exit
 from .cluster.startup import Startup
+from .drain import leave
 from .operate.reading import gateway_workers
 
 # A process is started again so often, and as often again once it has served for so many seconds.
 RESTARTS, STEADY_S = 3, 60.0
+# Seconds that the router has to let a worker go.
+LEAVE_S = 10.0
 
 
 class Keeper:
@@ -42,6 +45,7 @@ class Keeper:
             self._cluster.leave_out(process.name)
             self._starting.pop(process.name, None)
             self._say(f"{said}; the others go on")
+            self._take_out(process)
         elif self._restarts:
             self._start_again(process)
         else:
@@ -73,6 +77,14 @@ class Keeper:
             # One that has ended meanwhile is seen to at the next look.
             if self._cluster.dead() is None:
                 raise
+
+    def _take_out(self, process: Process) -> None:
+        """Have the router send it nothing more: who holds a prefix would be asked for it for ever."""
+        try:
+            leave(self._cluster.router_url, process.url, time.monotonic() + LEAVE_S, lambda _: None, ends=True)
+        except PdRadixError as error:
+            if not self._is_drained(process):
+                self._say(f"{error}; requests that the router sends to it fail")
 
     def _is_drained(self, process: Process) -> bool:
         """Whether the router has been told to let it go."""

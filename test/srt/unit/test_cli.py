@@ -21,7 +21,7 @@ from sglang_pd_radix.tools import cli, reference
         (["patches", "--json", "x"], "pd-radix patches: unknown argument x; see pd-radix patches --help"),
         (["top", "--gatway=h:1"], "unknown argument --gatway: did you mean --gateway?"),
         (["demo", "--page-size", "64"], "unknown argument --page-size (options of the engine go behind --);"),
-        (["verify", "--port", "1"], "--port (options of the engine go behind --): did you mean --report?"),
+        (["verify", "--port", "1"], "--port (options of the engine go behind --);"),
         (["drain", "h:1"], "pd-radix drain: the following arguments are required: --gateway;"),
         (["verify", "--backend", "tcp"], "pd-radix verify: argument --backend: invalid choice: 'tcp'"),
         (["--no-such-option"], "pd-radix: the following arguments are required: COMMAND;"),

@@ -22,6 +22,9 @@ def options(**given: Any) -> SimpleNamespace:
         "dtype": "auto",
         "kv_cache_dtype": "auto",
         "quantization": None,
+        "quantization_param_path": None,
+        "torchao_config": "",
+        "load_format": "auto",
         "json_model_override_args": "{}",
         "speculative_algorithm": None,
         "speculative_draft_model_path": None,
@@ -41,6 +44,9 @@ FORMATS = [
     {"dtype": "float16"},
     {"kv_cache_dtype": "fp8_e4m3"},
     {"quantization": "fp8"},
+    {"quantization_param_path": "scales.json"},
+    {"torchao_config": "int4wo-128"},
+    {"load_format": "dummy"},
     {"json_model_override_args": '{"rope_theta": 1}'},
 ]
 
@@ -49,8 +55,20 @@ FORMATS = [
 def test_what_separates_workers_by_default(named):
     names = [named(options(**given)) for given in ({}, *WEIGHTS, *FORMATS)]
     assert len(set(names)) == len(names)
-    assert names[0] == named(options()) == named(options(model_path="org/Model-1/"))
+    assert names[0] == named(options())
     assert re.fullmatch(r"Model-1-[0-9a-f]{24}", names[0])
+
+
+def test_a_directory_is_known_by_where_it_is(tmp_path, monkeypatch):
+    """The same words name another model in another folder."""
+    names = []
+    for folder in ("a", "b"):
+        (tmp_path / folder / "model").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / folder)
+        given = ("model", "./model", "model/", str(tmp_path / folder / "model"))
+        (name,) = {kv_namespace(options(model_path=path)) for path in given}
+        names.append(name)
+    assert names[0] != names[1]
 
 
 @pytest.mark.parametrize("named", [kv_namespace, model_namespace])

@@ -1193,23 +1193,6 @@ def test_a_second_live_request_of_one_room_is_refused():
     world.check()
 
 
-def test_parallel_sampling_is_refused_when_prefill_can_be_told():
-    """Refused before the handshake, its prefill would wait for it for ever."""
-    world = World()
-    decode_req = world.arrive(tokens(1, 9))
-    decode_req.req.sampling_params.n = 2
-    world.step()
-    assert world.queue.queue == [decode_req] and not world.streamed
-    world.handshake(decode_req)
-    world.step()
-    world.step()
-    assert world.streamed == [decode_req.req] and not decode_req.kv_receiver.asked
-    reason = decode_req.req.finished_reason
-    assert "n must be 1" in reason.message and reason.status_code == 400
-    assert decode_req.kv_receiver.state == KVPoll.Failed and world.queue.queue == []
-    world.check()
-
-
 def test_every_row_has_its_test():
     here = Path(__file__)
     tested = {int(row) for row in re.findall(r"^def test_trap_(\d\d)_", here.read_text(), re.MULTILINE)}

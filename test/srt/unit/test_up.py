@@ -736,8 +736,8 @@ def test_death_at_start_is_noticed_at_once_with_reason_and_log(fake, tmp_path, m
 
 def test_time_limit_names_who_is_not_ready(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_PREFILL", "never")
-    with pytest.raises(PdRadixError, match=r"not ready after 1 s: prefill-0 is starting. Logs are in [^;]*$"):
-        Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=1).start()
+    with pytest.raises(PdRadixError, match=r"not ready after 4 s: prefill-0 is starting. Logs are in [^;]*$"):
+        Cluster("m", commands=fake, log_dir=tmp_path, timeout_s=4).start()
     # That command alone has the option.
     _, err = start_up(fake, tmp_path, "--timeout", "1").communicate(timeout=60)
     assert f"Logs are in {tmp_path / 'logs'}; give more time with --timeout if they show progress\n" in err

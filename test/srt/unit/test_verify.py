@@ -437,7 +437,7 @@ def test_the_verdict_is_written_though_nobody_reads_it(monkeypatch, tmp_path) ->
     monkeypatch.setattr(verify, "_verify", lambda *given: given[4].part("KV").failures.append("wrong"))
     out = tmp_path / "x.json"
     with monkeypatch.context() as patched:
-        patched.setattr(verify.sys, "stdout", Closed())
+        patched.setattr("sys.stdout", Closed())
         with pytest.raises(BrokenPipeError):
             verify.run(cli.build_parser("verify").parse_args(["verify", "--json", str(out)]))
     assert json.loads(out.read_text())["failures"] == ["wrong"]

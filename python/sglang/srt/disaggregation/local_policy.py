@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.step_time import StepWatch, has_prompts
 
-__all__ = ["AUTO", "Bucket", "Policy"]
+__all__ = ["AUTO", "UNIT", "Bucket", "Policy"]
 
 UNIT = 1000  #: A decode step.
 #: Decode steps give one part in so many of their time to steps over prompts, if this many requests or more decode. If

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -22,12 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["kv_namespace", "rank_namespace"]
 
 # Options by which the KV of the same tokens differs with the same weights.
-_OPTIONS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
+_OPTIONS = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantization_param_path",
+    "torchao_config",
+    "load_format",
+    "json_model_override_args",
+)
 
 
 def kv_namespace(args: ServerArgs, *more: object) -> str:
     """The part of a name that the options tell. more: what else the KV depends on, as a draft's model."""
-    path = args.model_path.rstrip("/")
+    # A directory by where it is: the same words name another one elsewhere.
+    path = os.path.abspath(args.model_path) if os.path.isdir(args.model_path) else args.model_path
     weights = args.kv_namespace or [path, args.revision, args.weight_version]
     told = [weights, *(getattr(args, name) for name in _OPTIONS), *more]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]

@@ -141,7 +141,8 @@ class _WholeFiles(HiCacheFile):
                 file.write(memoryview(value.numpy()))
             os.replace(part, path)
             return True
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):
+            # A clear goes on.
             return False
         finally:
             with contextlib.suppress(OSError):
@@ -173,7 +174,8 @@ class PagesInFiles(PageStorage):
         return self._files.set(key, room)
 
     def _remove(self, key: str) -> None:
-        os.unlink(self._files._get_component_path(key))
+        # Another reader may have been faster.
+        Path(self._files._get_component_path(key)).unlink(missing_ok=True)
 
     def clear(self) -> None:
         gone = self.path.with_name(f"{self.path.name}.gone-{uuid.uuid4().hex}")

@@ -273,6 +273,8 @@ class Fetches:
             self._free(fetch.slots[pages * self._page :])
         if fetch.above is not None:
             self._host.dec_lock_ref(fetch.above)
+        # Its look-up may wait for a storage that hangs.
+        fetch.tokens, fetch.names = (), []
 
     def _enter(self, fetch: Fetch, pages: int) -> None:
         """Put so many pages of what has been read, or those that are there already, into the tree of host memory."""
