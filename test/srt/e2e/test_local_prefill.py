@@ -214,6 +214,7 @@ def test_two_halves_of_one_room_are_both_answered(local, stream):
         body = local.body(prompt + words(random.Random(5), 9), 4, stream=stream)
         halves = [ask(body) for _ in range(2) for ask in (local.ask_prefill, local.ask_decode)]
         replies = [half.result() for half in halves]
-        assert all(reply.status_code in (200, 400) for reply in replies), [reply.text for reply in replies]
-        assert [reply.status_code for reply in replies[::2]] == [200] * 2
-        assert 200 in [reply.status_code for reply in replies[1::2]]
+        # The second half is rejected by whoever still has the first.
+        prefill, decode = ([reply.status_code for reply in replies[first::2]] for first in (0, 1))
+        assert 200 in prefill and set(prefill) <= {200, 500}, [reply.text for reply in replies]
+        assert 200 in decode and set(decode) <= {200, 400}, [reply.text for reply in replies]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
+from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
 from sglang.srt.disaggregation.local_prefill import LocalReq, may_compute, needs_prefill
@@ -21,9 +22,11 @@ from sglang.srt.disaggregation.local_steps import places_for_prompts
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
 from sglang.srt.observability.metrics_collector import SchedulerStats
+from sglang.srt.sampling.sampling_params import SamplingParams
 from test_samples import Manager, answers, body, until
 from test_step_in_flight import Play, RankPlay, scripts
 
@@ -619,3 +622,19 @@ def test_how_many_of_few_places_prompts_take():
     assert [places_for_prompts(local, places, 4) for places in (0, 2, 3, 6, 7)] == [0, 1, 2, 3, 7]
     assert [places_for_prompts(local, 1, 4) for _ in range(4)] == [0, 1, 0, 1]
     assert places_for_prompts(local, 1, 0) == 1
+
+
+def test_prefill_is_told_again_of_a_room_whose_second_request_was_refused(monkeypatch):
+    """Its half may come to prefill after the word: nobody would ask for it."""
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(local_prefill, "tell_prefill", lambda *word: told.append(word))
+
+    def come(loop: Loop) -> None:
+        loop.transfer.local._tells = True
+        arrive([1] * 8 + [2] * 3, max_new=2)(loop)
+        again = Req("again", "", [1], SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=2)
+        loop.queue.add(again)
+        assert "a room of its own" in again.finished_reason.message
+
+    played({1: arrive([1] * 9, max_new=40), 6: come, 9: arrive([1] * 8 + [3] * 3, max_new=2)})
+    assert told == [("10.0.0.1:1", 2)] * 2 + [("10.0.0.1:1", 3)]

@@ -269,6 +269,8 @@ class LocalPrefills:
         for one in self.waiting:
             if one.decode_req is decode_req and decode_req.poll() == KVPoll.Success:
                 one.agreed = True
+                if self._tells and getattr(decode_req, "is_doubled", False):
+                    tell_prefill(decode_req.kv_receiver.bootstrap_addr, one.req.bootstrap_room)
                 one.req.time_stats.set_wait_queue_entry_time()
                 self._take_in(one)
                 return True
