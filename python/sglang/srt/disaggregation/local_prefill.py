@@ -316,10 +316,7 @@ class LocalPrefills:
         return None if batch is None else (batch, [one.req for one in self.waiting])
 
     def may_step(self, decoding: int) -> bool:
-        """Whether the next step may be one over prompts, for which ``decoding`` requests wait.
-
-        Where the bucket counts, only over those that have begun, or waited for as long as expected.
-        """
+        """Whether the next step may be one over prompts, for which ``decoding`` requests wait: what is begun, or due."""
         self._due_only = bool(decoding) and self.policy.paced
         return not self._due_only or any(map(self._is_due, self.waiting))
 
