@@ -316,7 +316,7 @@ class LocalPrefills:
         return None if batch is None else (batch, [one.req for one in self.waiting])
 
     def may_step(self, decoding: int) -> bool:
-        """Whether the next step may be one over prompts, for which ``decoding`` requests wait: what is begun, or due."""
+        """Whether the next step may be one over prompts: while ``decoding`` requests wait, what has begun or is due."""
         self._due_only = bool(decoding) and self.policy.paced
         return not self._due_only or any(map(self._is_due, self.waiting))
 
