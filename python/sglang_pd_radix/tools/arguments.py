@@ -41,6 +41,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
+def add_log_dir(container: argparse._ActionsContainer) -> None:
+    """Declare where logs go, as ``log_dir``."""
+    container.add_argument(
+        *("--work-dir", "--log-dir"),
+        dest="log_dir",
+        type=Path,
+        metavar="DIR",
+        help="where logs go (default: a new temporary directory)",
+    )
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Declare the options by which `operate.reading.addresses` knows the workers of a deployment."""
     group = parser.add_argument_group("workers", "Name them, or who knows them.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 
 from .bench.steady import SteadyClients
-from .bench.workload import Steady
+from .bench.workload import Steady, Tokens
 from .chat_load import Chats, Workload
 from .cluster import Cluster
 
@@ -23,17 +22,13 @@ def later_ttft_s(cluster: Cluster, clients: int, seed: int) -> float:
 
     Raises ChatError, or PdRadixError when a server has ended or a long prompt has failed.
     """
-    steady = Steady(clients, LENGTH, lambda name, length: _prompt(f"{seed}/{name}", length))
+    steady = Steady(clients, LENGTH, Tokens(_IDS, seed).take)
     workload = Workload(clients=2, turns=3, document=300, question=40, answer=16, seed=seed)
     chats = Chats(cluster.router_url, cluster.model_path, workload, _FIRST_CLIENT)
     with SteadyClients(steady, cluster.router_url, cluster.check) as others:
         turns = [chats.turn(others.check) for _ in range(workload.turns)]
         others.stop()
     return statistics.median(reply.ttft_s for turn in turns[1:] for reply in turn)
-
-
-def _prompt(name: str, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(name).choices(_IDS, k=length))
 
 
 def line(clients: int, off_s: float, on_s: float, local_s: float | None) -> str:

@@ -41,11 +41,13 @@ class Keeper:
             self._look_at_starting()
             return False
         said = f"{process.name} {describe_exit(process.returncode() or 0)}"
-        if process.is_worker and (process.returncode() == 0 or self._is_drained(process)):
+        drained = process.is_worker and self._is_drained(process)
+        if drained or (process.is_worker and process.returncode() == 0):
             self._cluster.leave_out(process.name)
             self._starting.pop(process.name, None)
             self._say(f"{said}; the others go on")
-            self._take_out(process)
+            if not drained:
+                self._take_out(process)
         elif self._restarts:
             self._start_again(process)
         else:
@@ -83,8 +85,7 @@ class Keeper:
         try:
             leave(self._cluster.router_url, process.url, time.monotonic() + LEAVE_S, lambda _: None, ends=True)
         except PdRadixError as error:
-            if not self._is_drained(process):
-                self._say(f"{error}; requests that the router sends to it fail")
+            self._say(f"{error}; requests that the router sends to it fail")
 
     def _is_drained(self, process: Process) -> bool:
         """Whether the router has been told to let it go."""

@@ -27,7 +27,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, mooncake_host, pegaflow_host
 
 from . import engine_options, hosted_model, process_group
-from .arguments import split_options
+from .arguments import add_log_dir, split_options
 from .cluster import (
     GATEWAYS,
     HOST,
@@ -116,13 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "away",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write addresses, pids and log paths there")
-    parser.add_argument(
-        *("--work-dir", "--log-dir"),
-        dest="log_dir",
-        type=Path,
-        metavar="DIR",
-        help="where logs go (default: a new temporary directory)",
-    )
+    add_log_dir(parser)
     parser.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="longest start-up, seconds (default: 600)"
     )

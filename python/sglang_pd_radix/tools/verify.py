@@ -23,6 +23,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 
 from . import doctor
+from .arguments import add_log_dir
 from .bench import command, deploy, measure, parted, report, turns
 from .bench.workload import KINDS, Tokens, Workload
 from .cluster import add_router_option, named_gateway, option_value
@@ -91,13 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     written = parser.add_argument_group("what is written")
     written.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
-    written.add_argument(
-        *("--work-dir", "--log-dir"),
-        dest="log_dir",
-        type=Path,
-        metavar="DIR",
-        help="where logs go (default: a temporary directory)",
-    )
+    add_log_dir(written)
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
 

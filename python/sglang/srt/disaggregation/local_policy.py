@@ -4,8 +4,7 @@ A step over prompts makes one gap between the tokens of all requests that decode
 with a part of their own time, and each remainder takes out its share of its steps. A remainder waits while the bucket
 is overdrawn, or goes to prefill if that is sooner. Once admitted, it waits for no more decode steps than expected.
 
-Times are thousandths of a decode step. The first rank measures, all go by its figures and count whole numbers, so that
-all ranks decide alike.
+Times are thousandths of a decode step. All ranks go by the first one's figures, in whole numbers, and decide alike.
 
 Upstream: none is known. NVIDIA Dynamo decides the same in its router (conditional disaggregation).
 """
@@ -66,8 +65,7 @@ class Policy(NamedTuple):
         return self._replace(step=min(self.step, most), slice=min(self.slice, most), most=longest)
 
 
-#: A turn of a chat has fewer than 128 tokens.
-AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)
+AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)  #: A chat's turn has fewer than 128 tokens.
 
 
 class Bucket:
@@ -116,7 +114,7 @@ class Bucket:
         """A decode step of ``requests`` is launched; 0: nobody decodes."""
         self.steps += 1
         self._since = self._since + 1 if requests else 0
-        full = FULL * self.cost * (ONE_IN // ONE_IN_SLOW if self.is_slow(requests) else 1)
+        full = FULL * self.cost * ONE_IN // self._one_in(requests)
         self.level = min(full, self.level + self._earned(requests)) if requests else full
 
     def spend(self, steps: int) -> None:
@@ -146,5 +144,7 @@ class Bucket:
 
     def _earned(self, requests: int) -> int:
         """With a decode step of ``requests``."""
-        one_in = ONE_IN_SLOW if self.is_slow(requests) else ONE_IN
-        return max(1, UNIT * max(requests, MANY) // (one_in * self._sharers * requests))
+        return max(1, UNIT * max(requests, MANY) // (self._one_in(requests) * self._sharers * requests))
+
+    def _one_in(self, requests: int) -> int:
+        return ONE_IN_SLOW if self.is_slow(requests) else ONE_IN
