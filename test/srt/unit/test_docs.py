@@ -308,3 +308,10 @@ def test_docs_can_be_read():
     """What was measured is in git history, and what the code says is printed by a command."""
     words = [word for page in DOCS.rglob("*.md") for word in page.read_text().split() if re.search(r"[^\W_]", word)]
     assert len(words) <= 75_000, f"docs have {len(words)} words"
+
+
+def test_decisions_and_protocol_end():
+    for page in [*(DOCS / "decisions").glob("*.md"), DOCS / "protocol.md"]:
+        words = [word for word in page.read_text(encoding="utf-8").split() if re.search(r"[^\W_]", word)]
+        most = 2500 if page.name == "protocol.md" else 300
+        assert len(words) <= most, f"{page.name} has {len(words)} words"
