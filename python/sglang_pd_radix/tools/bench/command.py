@@ -178,12 +178,6 @@ def _add_slo_arguments(group: argparse._ArgumentGroup) -> None:
         help="with --slo, measure these sides at these rates per second, in this order, in place of the search, which "
         "takes hours where steps are slow: off=0.9,target=1.9,off=0.8",
     )
-    group.add_argument(
-        "--slo-curve",
-        metavar="N,...",
-        help="with --slo, decode workers without the flag that run at most N requests at a time: what requests/s cost "
-        "in ITL where these bound it",
-    )
 
 
 def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
@@ -212,17 +206,11 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
         name, colon, text = given.partition(":")
         if not colon or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise PdRadixError(f"--compare {given}: write NAME:OPTIONS, NAME of small letters, digits and -")
-        if (
-            name in [side.name for side in sides]
-            or name in ("least", "possible", "target", AGGREGATED.name)
-            or name.startswith(goodput.BOUND_NAME)
-        ):
+        if name in [side.name for side in sides] or name in ("least", "possible", "target", AGGREGATED.name):
             raise PdRadixError(f"--compare {given}: {name} is the name of something else, take another")
         sides.append(Side.parse(name, text))
     if args.slo:
         sides.append(goodput.Slo.parse(args.slo).side)
-    if args.slo_curve:
-        sides += goodput.bounded_sides(args.slo_curve)
     return [*sides, AGGREGATED] if args.aggregated else sides
 
 
@@ -238,8 +226,7 @@ def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side
     """What ``--slo`` and its options ask for of workload ``key``. Raises PdRadixError."""
     names = [variant.name for variant in variants(shape_of(sizes), sides)]
     try:
-        searched = [name for name in names if not name.startswith(goodput.BOUND_NAME)]
-        rates = parse_rates(args.slo_rates, searched) if args.slo_rates else []
+        rates = parse_rates(args.slo_rates, names) if args.slo_rates else []
     except PdRadixError as error:
         raise PdRadixError(f"workload {key}: {error}") from None
     return goodput.Plan(goodput.Slo.parse(args.slo), args.slo_seconds, args.sample_every, rates)
@@ -247,9 +234,8 @@ def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side
 
 def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequence[Side]) -> None:
     """Raises PdRadixError for options that do not go together, or mean nothing."""
-    for option, given in (("--slo-curve", args.slo_curve), ("--slo-rates", args.slo_rates)):
-        if given and not args.slo:
-            raise PdRadixError(f"{option} goes with --slo")
+    if args.slo_rates and not args.slo:
+        raise PdRadixError("--slo-rates goes with --slo")
     if not 0 < args.slo_seconds <= goodput.DAY_S:
         raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
     if args.slo and args.breakdown:
