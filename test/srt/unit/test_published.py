@@ -154,13 +154,12 @@ def test_what_became_of_the_answers_is_said():
     assert "rounding does not explain all of the others" in published.benchmarks(records)
 
 
-def test_docs_have_every_pair_and_the_order():
+def test_docs_have_every_pair():
     records = all_records()
     text = published.docs(records)
     sides = 2 * len({row.record for row in published.ROWS})  # those of README and the others
     assert text.count("| **1** | **off** |") == sides, "the median pair, in bold"
     assert text.count("\n| 2 | on |") + text.count("\n| 2 | shared |") == sides
-    assert "Where off went first, on / off was that with on first: requests/s 0.667 times" in text
     assert "Answers identical in all runs: all 300." in text
 
 

@@ -482,10 +482,6 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
             show(f"({entry['key']}) {entry['title']}", *one)
     for entry in filter(report.in_rounds, document["workloads"]):
         show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
-    by_order, said = report.order_of_sides(document["workloads"])
-    if by_order:
-        show("Which side was measured first", *by_order)
-        console.print(Text(said), soft_wrap=True)
     for entry in document["workloads"]:
         for title, heading, rows in breakdown.tables(entry):
             show(f"({entry['key']}) {title}", heading, rows)

@@ -353,10 +353,9 @@ def _ratio(value: float) -> str:
 
 def docs(records: Records) -> str:
     """Every pair of the runs behind the tables, for benchmark/runs."""
-    parts, entries = [], []
+    parts = []
     for name, key in dict.fromkeys((row.record, row.key) for row in (*ROWS, *MORE_ROWS)):
         entry, setting = _entry(records, name, key), records[name]["setting"]
-        entries.append(entry)
         parts.append(f"**{name}** ({setting['date']}, {setting['machine']}; {entry['title']})")
         parts.append(f"    {setting['command']}")
         parts += [runs_table(entry, side) for side in entry["variants"][1:]]
@@ -364,9 +363,6 @@ def docs(records: Records) -> str:
             parts.append(records[name]["source"])
         else:
             parts.append("\n".join(f"* {text}" for text in report.answers(entry)))
-    by_order, said = report.order_of_sides(entries)
-    if by_order:
-        parts += ["**Which side was measured first**", report.markdown_table(*by_order), said]
     return "\n\n".join(parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import breakdown, chats, order, parted
+from . import breakdown, chats, parted
 from .chart import Bars, Chart, Line, script
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
@@ -311,14 +311,6 @@ def identity(entry: Document) -> str:
     return f"all {asked}" if not different else f"{asked - different} of {asked}"
 
 
-def order_of_sides(entries: Sequence[Document]) -> tuple[tuple[list[str], list[list[str]]] | None, str]:
-    """On / off by which was measured first: a table, and what it comes to over all workloads; None and "" where no
-    workload has both orders."""
-    first = [(pair.below, pair.above) for pair in (pairs(entry)[0] for entry in entries)]
-    names = {f.key: f.name.partition(",")[0] for f in FIGURES if f.key in order.FIGURES}
-    return order.table(entries, first, names), order.sentence(entries, first, names)
-
-
 def answers(entry: Document) -> list[str]:
     """What is to be said of a workload's answers: how many are the same, and where others part."""
     return [
@@ -384,9 +376,6 @@ def markdown(document: Document) -> str:
     runs = document["setting"]["runs"]
     parts.append(f"{_TURNS.format(runs)} {LEGEND}")
     parts.append(markdown_table(*headline(document)))
-    by_order, said = order_of_sides(document["workloads"])
-    if by_order:
-        parts += [markdown_table(*by_order), said]
     for entry in document["workloads"]:
         parts.append(f"## ({entry['key']}) {entry['title']}")
         parts.append(sizes_line(entry))
@@ -519,9 +508,6 @@ def html(document: Document) -> str:
         f"{_TURNS.format(setting['runs'])} {LEGEND}</p>",
         _html_table(*headline(document)),
     ]
-    by_order, said = order_of_sides(document["workloads"])
-    if by_order:
-        parts += [_html_table(*by_order), f"<p>{escape(said)}</p>"]
     for entry in document["workloads"]:
         parts.append(f"<h2>({escape(entry['key'])}) {escape(entry['title'])}</h2>")
         parts.append(f"<p class=dim>{escape(sizes_line(entry))}</p>")
