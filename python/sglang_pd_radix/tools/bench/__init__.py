@@ -12,9 +12,9 @@ goodput.py    the rates at which requests keep a promised TTFT and ITL
 rates.py      which rates are measured for that, and what is known from them
 parted.py     answers that are not the same: where they part, and how far apart the two tokens are
 stats.py      percentiles, spreads and ratios
-chart.py      charts, interactive and as pictures
+chart.py      charts as pictures
 chats.py      the table of a chat's sides
-report.py     JSON, Markdown and HTML
+report.py     JSON, Markdown and pictures
 published.py  records of runs, and the tables of README and docs that are made of them
 command.py    the options, and the order in which things are run
 """

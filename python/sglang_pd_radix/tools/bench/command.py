@@ -113,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="out",
         type=Path,
         metavar="DIR",
-        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures; none "
-        "may be there (default: bench-report, or bench-report-2 and so on)",
+        help="the report as Markdown and pictures, report.json with everything, record.json with each run's figures; "
+        "none may be there (default: bench-report, or bench-report-2 and so on)",
     )
     _add_slo_arguments(parser.add_argument_group("rates that keep a target"))
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")

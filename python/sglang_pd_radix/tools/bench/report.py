@@ -1,4 +1,4 @@
-"""The report: one document for machines (JSON) and what is made of it for people (Markdown, HTML, pictures)."""
+"""The report: one document for machines (JSON) and what is made of it for people (Markdown, pictures)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
 from . import breakdown, chats, parted
-from .chart import Bars, Chart, Line, script
+from .chart import Bars, Chart, Line
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
 
@@ -389,10 +388,16 @@ def markdown(document: Document) -> str:
         parts += [*answers(entry), *breakdown.notes(entry)]
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
+        parts.append(" ".join(f"![{chart.title}]({_picture(entry, name)})" for name, chart in charts(entry).items()))
     return "\n\n".join(parts) + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- pictures
+
+
+def _picture(entry: Document, name: str) -> str:
+    """Where the chart of that name of a workload is, in the report's directory."""
+    return f"charts/{entry['key']}-{name}.svg"
 
 
 def _look(name: str, names: Sequence[str]) -> tuple[str, bool]:
@@ -476,68 +481,17 @@ def charts(entry: Document) -> dict[str, Chart]:
     return {name: chart for name, chart in found.items() if not chart.empty}
 
 
-# -------------------------------------------------------------------------------------------------------------- HTML
-
-_PAGE_STYLE = """
-:root{color-scheme:light dark;--line:#8884;--card:#8881}
-body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2rem auto;padding:0 1rem}
-h1{margin-bottom:.2em}h2{margin-top:2.5em;border-bottom:1px solid var(--line)}
-table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums;display:block;overflow-x:auto}
-th,td{padding:.25em .7em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}
-pre{background:var(--card);padding:.7em;overflow-x:auto}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(380px,1fr));gap:1em}
-.charts>div{background:var(--card);border-radius:6px;overflow:hidden}
-.bad{color:#dc2626;font-weight:600}.dim{opacity:.75}
-"""
-
-
-def _html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heading)
-    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def html(document: Document) -> str:
-    """The report as one HTML page that needs nothing else."""
-    setting = document["setting"]
-    parts = [
-        f"<p class=dim>{escape(describe(document))}</p>",
-        f"<pre>{escape(setting['command'])}</pre>",
-        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. "
-        f"{_TURNS.format(setting['runs'])} {LEGEND}</p>",
-        _html_table(*headline(document)),
-    ]
-    for entry in document["workloads"]:
-        parts.append(f"<h2>({escape(entry['key'])}) {escape(entry['title'])}</h2>")
-        parts.append(f"<p class=dim>{escape(sizes_line(entry))}</p>")
-        parts += [f"<p class=bad>{escape(problem)}</p>" for problem in entry["problems"]]
-        parts.append(_html_table(*table(entry)))
-        if entry["chat"]:
-            parts += [_html_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
-        if in_rounds(entry):
-            parts.append(_html_table(*rounds_table(entry)))
-        for title, heading, rows in breakdown.tables(entry):
-            parts += [f"<h3>{escape(title)}</h3>", _html_table(heading, rows)]
-        parts += [f"<p>{escape(text)}</p>" for text in (*answers(entry), *breakdown.notes(entry))]
-        parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
-        parts.append(f"<div class=charts>{''.join(chart.interactive() for chart in charts(entry).values())}</div>")
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>pd-radix bench</title><style>{_PAGE_STYLE}</style>{script()}"
-        f"<h1>pd-radix bench</h1>{''.join(parts)}</html>\n"
-    )
+# ------------------------------------------------------------------------------------------------------------- files
 
 
 def write(document: Document, out: Path) -> list[Path]:
-    """Write report.json, report.md, report.html and the pictures into ``out``. Returns their paths."""
+    """Write report.json, report.md and the pictures into ``out``. Returns their paths."""
     files = {
         "report.json": as_json(document),
         "report.md": markdown(document),
-        "report.html": html(document),
     }
     for entry in document["workloads"]:
-        files |= {f"charts/{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
+        files |= {_picture(entry, name): chart.picture() for name, chart in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
