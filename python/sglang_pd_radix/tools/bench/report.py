@@ -12,7 +12,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import breakdown, chats, parted
+from . import chats, parted
 from .chart import Bars, Chart, Line
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
@@ -383,9 +383,7 @@ def markdown(document: Document) -> str:
             parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
         if in_rounds(entry):
             parts.append(markdown_table(*rounds_table(entry)))
-        for title, heading, rows in breakdown.tables(entry):
-            parts += [f"**{title}**", markdown_table(heading, rows)]
-        parts += [*answers(entry), *breakdown.notes(entry)]
+        parts += answers(entry)
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
         parts.append(" ".join(f"![{chart.title}]({_picture(entry, name)})" for name, chart in charts(entry).items()))
