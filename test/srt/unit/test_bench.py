@@ -232,27 +232,6 @@ def test_an_answer_is_kept_and_its_last_token_if_steps_overlap():
         assert keeper.send([*prompt, 4, 5] if len(answer) < 5 else [*prompt, *answer]) == then
 
 
-@pytest.mark.parametrize("overlapped", [True, False])
-def test_the_least_of_a_chat_is_that_of_the_demo(overlapped):
-    """`chat_least.least_pages` has it as a formula over sizes, for conversations with nothing in common."""
-    from sglang_pd_radix.tools.chat_least import least_pages
-
-    rnd = random.Random(5)
-    keeper, total, sizes = least.Keeper(least.PageIndex(16), overlapped), 0, []
-    histories = [[1000 * c] for c in range(3)]
-    for _ in range(4):
-        turn = []
-        for c, history in enumerate(histories):
-            history += [1000 * c + rnd.randrange(1000) for _ in range(rnd.randrange(1, 70))]
-            answer = [1000 * c + rnd.randrange(1000) for _ in range(rnd.randrange(2, 40))]
-            total += keeper.send(history)
-            keeper.answered(history, answer)
-            turn.append((len(history), len(answer)))
-            history += answer
-        sizes.append(turn)
-    assert total == least_pages(sizes, 16, overlapped)
-
-
 # ---- statistics ----
 
 
