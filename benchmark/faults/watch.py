@@ -17,8 +17,7 @@ from . import books
 @dataclass(frozen=True)
 class Sample:
     """One look at one worker. ``life``: its process, which a restart ends; ``asked``: requests that all clients had
-    been told of by then; at_s: seconds since the first look. The rest are sums over its processes, ``held`` (tokens of
-    KV) and ``rooms`` over its ranks, where it was asked for them."""
+    been told of by then; at_s: seconds since the first look. The rest are sums over its processes."""
 
     worker: str
     life: int
@@ -27,24 +26,11 @@ class Sample:
     descriptors: int
     threads: int
     rss_kib: int
-    held: int = 0
-    rooms: int = 0
 
 
-def look(process: Process, asked: int, at_s: float, ask_pools: bool = False) -> Sample:
-    """Raises PdRadixError if it is to be asked and does not answer."""
-    own = books.of_worker(process) if ask_pools else books.of_process(process)
-    return Sample(
-        own.name,
-        own.pid,
-        asked,
-        round(at_s, 2),
-        own.descriptors,
-        own.threads,
-        own.rss_kib,
-        sum(pool["size"] - pool["available"] - pool["evictable"] for pool in own.pools if "size" in pool),
-        sum(sum(pool["rooms"].values()) for pool in own.pools),
-    )
+def look(process: Process, asked: int, at_s: float) -> Sample:
+    own = books.of_process(process)
+    return Sample(own.name, own.pid, asked, round(at_s, 2), own.descriptors, own.threads, own.rss_kib)
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""The verdicts of `benchmark/faults` on storms and soaks that are made up: what each finds, and what it lets pass."""
+"""The verdicts of `benchmark/faults` on storms that are made up: what each finds, and what it lets pass."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from faults import blame, deploy, growth, hits, pace, truth
+from faults import blame, deploy, growth, hits, truth
 from faults.blame import Window
 from faults.deploy import Done
-from faults.pace import Replay
 from faults.schedule import Event, Shape, events
 from faults.traffic import Ask, Told
 from faults.truth import Truth
@@ -292,56 +291,6 @@ def test_an_engine_that_does_not_answer():
         truth.ask(Nobody(), [Ask((1,), 2)], 1)
 
 
-# ---- the pace ----
-
-
-@pytest.mark.parametrize("heavy", [False, True])
-@pytest.mark.parametrize("noise", [0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3])
-def test_how_often_the_verdict_on_the_pace_is_wrong(noise: float, heavy: bool):
-    rates = pace.error_rates(noise, heavy)
-    assert rates["slow back"] < 0.05 and rates["same lost"] < 0.05
-    # It does not get there by never saying anything.
-    assert noise > 0.12 or (rates["slow lost"] > 0.9 and rates["same back"] > 0.9)
-
-
-def replays(rates: list[float], others: float = 0.0) -> list[Replay]:
-    return [Replay(rate, others) for rate in rates]
-
-
-def test_the_verdict_on_the_pace():
-    before = replays([10.0, 10.2, 9.8, 10.1, 9.9, 10.0, 10.1, 9.9])
-    assert pace.judge(before, replays([9.9, 10.1, 10.0, 9.8])).verdict == "back"
-    slow = pace.judge(before, replays([8.0, 8.1, 7.9, 8.0]))
-    assert slow.verdict == "lost" and slow.ratio == pytest.approx(0.8, abs=0.01) and slow.low < 0.8 < slow.high < 1
-    # One fast replay among slow ones does not make it back, as it did when the best of three was looked at.
-    assert pace.judge(before, replays([7.9, 8.0, 9.9, 8.0])).verdict != "back"
-    noisy = pace.judge(replays([10, 4, 16, 7, 12, 3, 9, 14]), replays([5, 15, 8, 9]))
-    assert noisy.verdict == "open" and "differ too much" in noisy.why
-    assert pace.judge(before, replays([10.0, 0.0, 10.0, 10.0])).verdict == "lost"
-
-
-def test_a_neighbour_does_not_decide_on_the_pace():
-    """What others took before or after would explain the verdict, so there is none."""
-    fast, slow = [10.0, 10.2, 9.8, 10.1, 9.9, 10.0, 10.1, 9.9], [8.0, 8.1, 7.9, 8.0]
-    found = pace.judge(replays(fast, 0.1), replays(slow, 0.4))
-    assert found.verdict == "open" and "other programs took 10% of the cores before and 40% after" in found.why
-    assert pace.judge(replays(fast, 0.4), replays(fast[:4], 0.1)).verdict == "open"
-    # The other way about they only make it surer.
-    assert pace.judge(replays(fast, 0.4), replays(slow, 0.1)).verdict == "lost"
-    assert pace.judge(replays(fast, 0.1), replays(fast[:4], 0.4)).verdict == "back"
-
-
-def test_cores_that_others_take():
-    """What this process does is another's doing for who does not count it as its own."""
-    strangers, own = pace.Cores([]), pace.Cores([os.getpid()])
-    began = time.process_time(), time.monotonic()
-    while time.monotonic() < began[1] + 1.0:
-        pass
-    part = (time.process_time() - began[0]) / (time.monotonic() - began[1]) / (os.cpu_count() or 1)
-    assert 0.0 <= own.others() <= 1.0
-    assert strangers.others() - own.others() == pytest.approx(part, abs=0.1)
-
-
 # ---- growth ----
 
 
@@ -394,7 +343,7 @@ def test_one_descriptor_lost_in_250_requests_is_found_by_a_run_of_10000(seed: in
     assert found["descriptors"].grows and not found["threads"].grows
     (problem,) = growth.problems(list(found.values()))
     assert problem.startswith("decode: descriptors grow with the requests served: one in ")
-    # In an hour of soak, with one life and a look every five seconds, too.
+    # In an hour of calm, with one life and a look every five seconds, too.
     pick = np.random.default_rng(seed)
     soaked = life_of(pick, "decode-0", 0, np.arange(0, 10_000, 70.0), leak=1 / 125)
     assert growths(soaked)["descriptors"].grows
