@@ -18,8 +18,8 @@ are read, and the calm replays are done again.
 
 Exit status 0: every whole answer, in calm and storm, was the right one; no request failed without a cause, and no more
 than what was done explains; decode's trees were used; nobody was told too late; no worker ended by itself; nothing is
-held by anybody, and nothing grows with the requests served; and the pace is not lost. What a run was too short or too
-disturbed to judge is said, line by line, and is not "well".
+held by anybody, and processes have no more descriptors, threads and memory than before; and the pace is not lost. What
+a run was too short to judge is said, line by line, and is not "well".
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults import blame, books, deploy, growth, hits, judge, truth, turns
+from faults import blame, books, deploy, judge, truth, turns
 from faults.deploy import Fire
 from faults.schedule import Event, Shape, events, manner
 from faults.traffic import Ask, Clients, Told, trace_asks, wait_answered
 from faults.truth import Truth
-from faults.watch import Watch
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.cluster import (
@@ -53,7 +52,6 @@ from sglang_pd_radix.tools.cluster import (
     add_router_option,
     http,
     named_gateway,
-    option_value,
 )
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import print_ready
@@ -186,6 +184,8 @@ class Run:
     asks: list[Ask]
     right: Truth
     report: dict[str, Any]
+    #: By decode worker, the part of its prompts that its tree held in calm.
+    held: dict[str, float] = field(default_factory=dict)
 
     @property
     def workers(self) -> list[Process]:
@@ -224,46 +224,34 @@ class Run:
         for worker in self.workers if args.turns else ():
             counted.look(worker)
         before = counted.sums()
-        also = counted.look if args.turns else None
-        watch = Watch(self.workers, lambda: len(clients.told), lambda: fire.away, also=also).start()
         fire.began_s = time.monotonic()
         clients.start()
-        _throw(fire, clients, events(args.seed, self.shape), args.seconds)
+        look = counted.look if args.turns else lambda worker: None
+        _throw(fire, clients, events(args.seed, self.shape), args.seconds, look)
         clients.stop()
         if not fire.join(UNDONE_S):
             self._wrong([f"what was done to the workers is not undone after {UNDONE_S:.0f} s"])
         if not clients.join(2 * args.told_within + 30):
             self._wrong(["clients still wait"])
-        samples = watch.stop()
         fire.watch()
         self._wrong(fire.problems)
         self._right(clients)
         self._wrong(judge.late_problems(clients.told, args.told_within))
         self._judge_storm(clients)
         if args.turns:
+            for worker in self.workers:
+                counted.look(worker)
             counts = counted.since(before)
             reads = "--disaggregation-prefill-read-decode" in args.prefill_options
             self._judged("turns", [], turns.not_judged(counts, reads), [turns.told(counts)])
         self._steps()
-        grown = growth.judge([one for one in samples if one.at_s <= clients.ended_s - clients.began_s])
-        self._judged("growth", growth.problems(grown), growth.not_judged(grown), grown)
-        self.report["growth_not_judged"] = growth.not_judged(grown)
         self.report |= _told_of(clients, fire)
 
     def _judge_storm(self, clients: Clients) -> None:
-        """Failures and hits, by what was done."""
+        """Failures, by what was done."""
         fire = self.fire
         found = blame.judge(clients.told, blame.windows(fire.done, self.shape, fire.began_s))
         self._judged("storm", blame.problems(found, fire.began_s), blame.not_judged(found), [found])
-        emptied: dict[str, list[tuple[float, float]]] = {}
-        for done in fire.done:
-            if done.event.kind in ("kill", "flush", "weights"):
-                span = (fire.began_s + done.began_s, fire.began_s + done.ended_s)
-                emptied.setdefault(done.event.target, []).append(span)
-        held = self._held(clients.told, emptied)
-        self._judged(
-            "held by the trees in the storm", hits.problems("storm", held), hits.not_judged("storm", held), held
-        )
         never = blame.never_done(fire.done, self.shape)
         self.report["not_judged"] += [f"what nobody has seen done: {never}"] if never else []
 
@@ -313,11 +301,14 @@ class Run:
         self._wrong([f"after the storm: {problem}" for problem in held])
 
     def _hits(self, when: str) -> None:
-        """All requests twice from empty caches: right, and the second time from the tree."""
+        """All requests twice from empty caches: right, and of the trees as much as before the storm."""
         clients = _replay(self.cluster, self.asks, self.args.clients, times=2)
         self._whole(clients, when)
-        held = self._held(clients.told, {})
-        self._judged(f"held by the trees {when}", hits.problems(when, held), hits.not_judged(when, held), held)
+        decodes = [worker.name for worker in self.workers if worker.role == "decode"]
+        held = judge.held_parts(clients.told, self.asks, decodes)
+        told = [", ".join(f"{part:.0%} of the prompts of {name}" for name, part in held.items())]
+        self._judged(f"held by the trees {when}", judge.held_problems(when, held, self.held), [], told)
+        self.held = self.held or held
 
     def _timed(self, when: str) -> float:
         """Answers a second in replays of the first requests."""
@@ -340,14 +331,6 @@ class Run:
         self._wrong(truth.problems(clients.told, self.right))
         self.report["not_judged"] += truth.not_judged(clients.told, self.right)
         self.report["ties"] = self.report.get("ties", 0) + truth.tied(clients.told, self.right)
-
-    def _held(self, told: Sequence[Told], emptied: dict[str, list[tuple[float, float]]]) -> list[hits.Hits]:
-        options = shlex.split(self.args.options)
-        page = int(option_value(options, "--page-size") or deploy.PAGE)
-        longest = max(len(ask.ids) + ask.answer + page for ask in self.asks)
-        room = max(0, deploy.DECODE_POOL - self.args.clients * longest)
-        decodes = [worker.name for worker in self.workers if worker.role == "decode"]
-        return hits.judge(told, self.asks, decodes, room, page, emptied)
 
     def _wrong(self, problems: Sequence[str]) -> None:
         self.report["problems"] += problems
@@ -377,8 +360,10 @@ def _told_of(clients: Clients, fire: Fire) -> dict[str, Any]:
     }
 
 
-def _throw(fire: Fire, clients: Clients, coming: Any, seconds: float | None) -> None:
+def _throw(fire: Fire, clients: Clients, coming: Any, seconds: float | None, look: Callable[[Process], None]) -> None:
     """Carry out events when they are due, until the clients are done, the time is up or a worker is lost.
+
+    look: called with a worker before it is killed.
 
     A kill waits until nobody is dead: where a start takes longer than the schedule allows for, it would be left out.
     """
@@ -396,7 +381,9 @@ def _throw(fire: Fire, clients: Clients, coming: Any, seconds: float | None) -> 
                 fire.do(event)
             event = next(coming, None)
         if kills and not fire.away:
-            fire.do(kills.pop(0))
+            kill = kills.pop(0)
+            look(fire.process(kill.target))
+            fire.do(kill)
             # Until it is seen to be away.
             time.sleep(0.2)
         time.sleep(0.05)

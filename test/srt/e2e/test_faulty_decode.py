@@ -39,9 +39,9 @@ def test_a_storm_sees_each_of_three_faults_by_its_own_part(clusters, model, tmp_
     """They begin in the storm: in the calm before it nothing is wrong."""
     clusters.stop()
     command = [str(ROOT / "benchmark" / "chaos.py"), "--seconds", "90", "--distinct", "40", "--shrink", "96"]
-    command += ["--seed", "3", "--model", model, "--log-dir", str(tmp_path / "logs")]
+    command += ["--without", "kill", "--seed", "3", "--model", model, "--log-dir", str(tmp_path / "logs")]
     report = failed(command, tmp_path / "chaos.json", "wrong token,forgets,leaks descriptors", after=250)
     assert "storm" in report
     found = "\n".join(report["problems"])
-    for part in ("differs from token 0 on", "storm: the tree of decode-", "decode: descriptors grow with the requests"):
+    for part in ("differs from token 0 on", "after the storm: the tree of decode-", "descriptors more than before"):
         assert part in found, part
