@@ -286,20 +286,10 @@ def test_figures_of_a_run_by_hand():
     assert figures["itl_mean_s"] == pytest.approx(4 / 3)
     assert figures["tpot_p50_s"] == 1.5
     assert figures["answering_mean"] == (2 + 2) / 5
-    assert figures["held_over_least"] == pytest.approx(24 / 13)
     assert figures["least_peak"] == 4 + (1 + 2) + 1  # just before the first ends; the second has no token yet
     assert figures["peak_over_least"] == 14 / 8
     assert figures["running_max"] == 1
     assert (figures["prefill_cpu_s"], figures["decode_cpu_s"], figures["cpu_s"]) == (1.5, 0.5, 2.0)
-
-
-def test_rounds_of_a_stream_are_counted_by_what_is_complete():
-    requests = [asked([1], start, ttft, [1.0]) for start, ttft in ((0, 1), (0, 4), (2, 2), (5, 3))]
-    # Complete at 2, 5, 5 and 9.
-    assert measure.rounds_of_stream(requests, [2, 2]) == [
-        {"requests": 2, "duration_s": 5, "ttft_p50_s": 2.5},
-        {"requests": 2, "duration_s": 4, "ttft_p50_s": 2.5},
-    ]
 
 
 def test_bytes_of_a_page_come_from_the_runs_without_cache():
@@ -330,27 +320,6 @@ def test_the_table_over_all_says_what_is_required():
     assert cells["held at most / least possible, on"] == "1.000"
 
 
-def test_rounds_are_told_apart():
-    heading, rows = report.rounds_table(a_document()["workloads"][0])
-    assert [row[0] for row in rows] == ["1", "2"]
-    first, second = (dict(zip(heading, row, strict=True)) for row in rows)
-    assert (first["requests/s, off"], second["requests/s, off"]) == ("1.00", "6.00")
-    assert (first["requests/s, on / off"], second["requests/s, on / off"]) == ("1.000 (1.000)", "1.750 (1.500)")
-    assert second["TTFT p50, ms, on"] == "229"
-    assert second["TTFT p50, on / off"] == "0.583 (0.667)"
-    assert first["KV sent / least possible, on"] == "1.050" and "KV sent / least possible, off" not in first
-    streamed = a_document()["workloads"][0]
-    for run in streamed["runs"]:
-        for r in run["rounds"]:
-            del r["sent_bytes"]
-    assert not any("KV sent" in name for name in report.rounds_table(streamed)[0])
-    one_round = a_document(chat=False)["workloads"][0]
-    assert report.in_rounds(one_round)
-    for run in one_round["runs"]:
-        del run["rounds"][1:]
-    assert not report.in_rounds(one_round) and not report.in_rounds(a_document(chat=True)["workloads"][0])
-
-
 def test_further_sides_are_compared_with_off_and_on_with_them(tmp_path):
     runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 6, 400), run_entry("today", 1, 3, 800)]
     document = a_document(runs=runs, variants=["off", "on", "today"])
@@ -368,8 +337,6 @@ def test_further_sides_are_compared_with_off_and_on_with_them(tmp_path):
         "(a) x < y & z: today / off",
         "(a) x < y & z: on / today",
     ]
-    heading, rows = report.rounds_table(entry)
-    assert len(heading) == len(set(heading)) == len(rows[0])
     report.write(document, tmp_path)
     assert report.MORE_COLORS[0] in (tmp_path / "charts" / "a-running.svg").read_text()
 
@@ -402,10 +369,10 @@ def test_the_report_is_complete(tmp_path, chat):
         ElementTree.fromstring(svg.read_text())
     text = (tmp_path / "report.md").read_text()
     assert re.findall(r"\]\((charts/.*?)\)", text) == [str(svg.relative_to(tmp_path)) for svg in pictures]
-    assert len(pictures) == (7 if chat else 5)
+    assert len(pictures) == (6 if chat else 5)
     assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) | 1.500 |" in text
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
-    assert set(widths) == {6, 10, 8, 9}
+    assert set(widths) == ({6, 10, 9} if chat else {6, 10})
     assert ("| least possible | TTFT p50, ms, off | TTFT p50, ms, on |" in text) == chat
 
 
@@ -603,7 +570,7 @@ def test_what_is_not_known_is_null_in_the_report(tmp_path):
     document = a_document()
     (entry,) = document["workloads"]
     for one in entry["runs"]:
-        one["figures"]["held_over_least"] = math.nan
+        one["figures"]["peak_over_least"] = math.nan
         for sample in one["series"]:
             sample["used_tokens"] = math.inf
     report.finish(entry)
@@ -611,7 +578,7 @@ def test_what_is_not_known_is_null_in_the_report(tmp_path):
     read = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
     (told,) = read["workloads"]
     assert told["ratios"]["on"]["running_max"]["worst"] is None
-    assert told["summary"]["on"]["held_over_least"] == {"median": None, "low": None, "high": None, "runs": 0}
+    assert told["summary"]["on"]["peak_over_least"] == {"median": None, "low": None, "high": None, "runs": 0}
     assert told["runs"][0]["series"][0]["used_tokens"] is None
 
 

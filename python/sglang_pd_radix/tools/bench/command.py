@@ -471,8 +471,6 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     for entry in document["workloads"]:
         for one in chats.tables(entry) if entry["chat"] else ():
             show(f"({entry['key']}) {entry['title']}", *one)
-    for entry in filter(report.in_rounds, document["workloads"]):
-        show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
     for entry in document["workloads"]:
         for text in parted.sentences(entry["differences"]):
             console.print(Text(f"({entry['key']}) {text}"), soft_wrap=True)

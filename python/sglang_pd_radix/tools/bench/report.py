@@ -49,7 +49,6 @@ FIGURES = (
     Figure("tpot_p99_s", "TPOT p99, ms", 1e-3, 1),
     Figure("sent_bytes", "KV sent, MiB", 2**20, 1),
     Figure("sent_over_least", "KV sent / least possible", digits=3),
-    Figure("held_over_least", "decode tokens held / least possible"),
     Figure("peak_over_least", "decode tokens held at most / least possible", digits=3),
     Figure("answering_mean", "requests being answered, mean", digits=1, good=""),
     Figure("running_max", "requests running on decode, most seen", digits=0, good=""),
@@ -254,56 +253,6 @@ def _with_worst(spread: Document) -> str:
     return median if high == median else f"{median} ({high})"
 
 
-def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of a workload of several rounds: medians over the runs, the worst pair of runs in brackets."""
-    heading = ["round"]
-    rows = [[str(i + 1)] for i in range(len(entry["runs"][0]["rounds"]))]
-    shown: set[str] = set()
-
-    known = set(ROUND_FIGURES) & set(_figures_of_round(entry["runs"][0]["rounds"][0], entry["page_bytes"]))
-
-    def values(name: str, number: int, figure: Figure) -> list[float]:
-        rounds = [run["rounds"][number] for run in entry["runs"] if run["variant"] == name]
-        return [_figures_of_round(r, entry["page_bytes"])[figure.key] for r in rounds]
-
-    for pair in pairs(entry):
-        fresh = [name for name in (pair.below, pair.above) if name not in shown]
-        shown.update(fresh)
-        for figure in (f for f in FIGURES if f.key in known):
-            over_least = figure.key in OVER_LEAST
-            for name in fresh:
-                if over_least and name == pair.below:
-                    continue  # all of every prompt, whatever the round
-                heading.append(f"{figure.name}, {name}")
-                for i, row in enumerate(rows):
-                    row.append(number(Spread.of(values(name, i, figure)).median, figure))
-            if over_least:
-                continue
-            heading.append(f"{figure.name.partition(',')[0]}, {pair.title}")
-            for i, row in enumerate(rows):
-                spread = with_worst(figure, paired_ratio(values(pair.above, i, figure), values(pair.below, i, figure)))
-                more = f" ({spread['worst']:.3f})" if spread["runs"] > 1 else ""
-                row.append(f"{spread['median']:.3f}{more}" if spread["runs"] else "–")
-    return heading, rows
-
-
-# What a round is shown by.
-ROUND_FIGURES = ("requests_per_s", "ttft_p50_s", "sent_over_least")
-
-
-def _figures_of_round(record: Document, page_bytes: float) -> dict[str, float]:
-    figures = {"requests_per_s": record["requests"] / record["duration_s"], "ttft_p50_s": record["ttft_p50_s"]}
-    if "sent_bytes" in record:
-        least = record["least_pages"] * page_bytes
-        figures["sent_over_least"] = record["sent_bytes"] / least if least else math.nan
-    return figures
-
-
-def in_rounds(entry: Document) -> bool:
-    """Whether there are rounds to tell apart; a chat has a table of its turns."""
-    return len(entry["runs"][0]["rounds"]) > 1 and not entry["chat"]
-
-
 def identity(entry: Document) -> str:
     different = sum(run["different_answers"] for run in entry["runs"])
     asked = entry["requests"] * len(entry["runs"])
@@ -381,8 +330,6 @@ def markdown(document: Document) -> str:
         parts.append(markdown_table(*table(entry)))
         if entry["chat"]:
             parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
-        if in_rounds(entry):
-            parts.append(markdown_table(*rounds_table(entry)))
         parts += answers(entry)
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
@@ -460,22 +407,12 @@ def charts(entry: Document) -> dict[str, Chart]:
         def of(name: str, key: str) -> list[float]:
             return [Spread.of([run["rounds"][i][key] for run in runs[name]]).median for i in range(len(turns))]
 
-        page, prompts, fewest = entry["page_bytes"], of(on, "prompt_tokens"), of(on, "least_pages")
-        size = entry["page_size"]
         sent = [
             Bars("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
             Bars("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
-            Bars("least possible", COLORS["least"], [v * page / 2**20 for v in fewest]),
+            Bars("least possible", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
         ]
         found["turns"] = Chart("KV sent per turn", "turn", "MiB", groups=turns, bars=sent)
-        reused = [100 * r / p for r, p in zip(of(on, "reused_tokens"), prompts, strict=True)]
-        most = zip(fewest, prompts, of(on, "prompt_pages"), strict=True)
-        reuse = [
-            Bars("off", COLORS["off"], [0.0 for _ in turns]),
-            Bars("on", COLORS["on"], reused),
-            Bars("most possible", COLORS["least"], [100 * (pages - f) * size / p for f, p, pages in most]),
-        ]
-        found["reuse"] = Chart("Part of the prompt that decode reuses", "turn", "%", groups=turns, bars=reuse)
     return {name: chart for name, chart in found.items() if not chart.empty}
 
 
