@@ -15,7 +15,7 @@ stats.py      percentiles, spreads and ratios
 chart.py      charts as pictures
 chats.py      the table of a chat's sides
 report.py     JSON, Markdown and pictures
-published.py  records of runs, and the tables of README and docs that are made of them
+record.py     what is kept of a report
 command.py    the options, and the order in which things are run
 """
 

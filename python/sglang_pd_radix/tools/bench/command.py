@@ -28,7 +28,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import chats, goodput, parted, published, report
+from . import chats, goodput, parted, record, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
@@ -426,7 +426,7 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
     if args.slo:
         return goodput.write(document, args.out)
     files = report.write(document, args.out)
-    return [*files, published.write(document, args.out)]
+    return [*files, record.write(document, args.out)]
 
 
 def _shown(side: Side) -> dict[str, Any]:
