@@ -25,6 +25,7 @@ from sglang_pd_radix.supplied import cpu_host, torch_layers
 
 from .arguments import hidden
 from .bench import deploy, measure, parted, report, turns
+from .bench.asked import RequestFailed
 from .bench.workload import BusyChat, Chat, Tokens
 from .cluster import (
     ATTENTION_OPTIONS,
@@ -126,9 +127,12 @@ def run(args: argparse.Namespace) -> int:
             gateway=named_gateway(args.router),
         )
         load = measure.LoadGenerator(model, work_dir / "logs" / "load.log")
-        with contextlib.closing(load), deployment:
-            load.wait_ready()
-            found = _held(args, chat, deployment, load, show)
+        try:
+            with contextlib.closing(load), deployment:
+                load.wait_ready()
+                found = _held(args, chat, deployment, load, show)
+        except RequestFailed as error:
+            raise PdRadixError(f"{error}. Logs are in {work_dir / 'logs'}") from None
     size = f"{args.clients} client{'s'[: args.clients > 1]}, {args.turns} turn{'s'[: args.turns > 1]}"
     info = found.info
     print_report(
