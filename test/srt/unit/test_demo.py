@@ -95,11 +95,11 @@ def test_a_cache_that_reuses_all_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("side", "wrong", "told"),
     [
-        ("on", {"sent_bytes": 20 * PAGE_BYTES}, "on: 1.667 times the least possible was sent from turn 2 on"),
+        ("on", {"sent_bytes": 10 * PAGE_BYTES}, "on: 2.500 times the least possible was sent from turn 2 on"),
         ("on", {"sent_bytes": 2 * PAGE_BYTES}, "on: fewer KV bytes are counted from turn 2 on than any cache has to"),
         ("off", {"reused_tokens": 8}, "with the flag off, decode reused part of a prompt"),
-        ("on", {"transferred_tokens": 1}, "on: decode counted 178 prompt tokens of 178, of which"),
-        ("local", {"sent_bytes": 20 * PAGE_BYTES}, "local: 1.667 times the least possible"),
+        ("on", {"transferred_tokens": 1}, "on: decode counted 198 prompt tokens of 198, of which"),
+        ("local", {"sent_bytes": 10 * PAGE_BYTES}, "local: 2.500 times the least possible"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_found(side: str, wrong: dict[str, Any], told: str) -> None:
@@ -120,7 +120,7 @@ def test_what_the_tokenizer_writes_otherwise_is_no_fault_of_the_cache() -> None:
 
 
 def test_the_end_of_an_answer_may_be_missing_from_a_tree_for_speculation() -> None:
-    one_page_more = {"sent_bytes": 8 * PAGE_BYTES}
+    one_page_more = {"sent_bytes": 6 * PAGE_BYTES}
     assert found(on=one_page_more).failures
     assert not found(on=one_page_more, info={"speculative_algorithm": "EAGLE"}).failures
 
@@ -211,7 +211,7 @@ def test_the_command(benchmark: dict[str, Any], tmp_path: Path, capsys: pytest.C
         "seed": 0,
     }
     shown = capsys.readouterr().out
-    assert "on is 1.000 times the least possible" in shown and "decode computed 8 of 178 prompt tokens" in shown
+    assert "on is 1.000 times the least possible" in shown and "decode computed 8 of 198 prompt tokens" in shown
     assert (
         "beside 2 clients with prompts of 3000 tokens, turns 2 and 3: 0.500 s off, 0.500 s on, 0.500 s local" in shown
     )
