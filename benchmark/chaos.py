@@ -307,7 +307,10 @@ class Run:
         decodes = [worker.name for worker in self.workers if worker.role == "decode"]
         held = judge.held_parts(clients.told, self.asks, decodes)
         told = [", ".join(f"{part:.0%} of the prompts of {name}" for name, part in held.items())]
-        self._judged(f"held by the trees {when}", judge.held_problems(when, held, self.held), [], told)
+        idle = [
+            f"{when}: whether the tree of {name} is used: it answered nothing" for name in decodes if name not in held
+        ]
+        self._judged(f"held by the trees {when}", judge.held_problems(when, held, self.held), idle, told)
         self.held = self.held or held
 
     def _timed(self, when: str) -> float:

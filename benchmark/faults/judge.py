@@ -84,12 +84,13 @@ def process_problems(before: Books, after: Books, restarts: int) -> list[str]:
 
 
 def held_parts(told: Sequence[Told], asks: Sequence[Ask], workers: Sequence[str]) -> dict[str, float]:
-    """By decode worker, the part of the prompts it has answered that its tree held; 0 of one that answered nothing."""
+    """By decode worker, the part of the prompts it has answered that its tree held; those that answered none are not
+    there."""
     found = {}
     for worker in workers:
         own = [one for one in told if one.ended_how == "whole" and one.worker == worker]
-        prompts = sum(len(asks[one.ask].ids) for one in own)
-        found[worker] = sum(one.hit or 0 for one in own) / prompts if prompts else 0.0
+        if prompts := sum(len(asks[one.ask].ids) for one in own):
+            found[worker] = sum(one.hit or 0 for one in own) / prompts
     return found
 
 
