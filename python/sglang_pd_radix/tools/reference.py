@@ -558,7 +558,7 @@ def as_markdown() -> str:
         ),
         "Added to the HTTP server of each worker with one tokenizer process: `GET /ended_requests?rid=RID`, or "
         "`?room=ROOM`, what is remembered of requests that have ended, or of the last N with `?last=N`. `pd-radix "
-        "trace` asks it.",
+        "trace` and `pd-radix bench --breakdown` ask it.",
         "## Commands",
         "Exit codes: 0 fine, 1 a problem, 2 bad usage. Options of the engine follow after `--` where a command starts "
         "workers.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -138,3 +139,14 @@ def test_the_servers_key_is_sent_and_shown_to_nobody(load, monkeypatch, tmp_path
     assert texts(load, job(99)) == ["a secret"] and "a secret" not in (tmp_path / "load.log").read_text()
     given = ["bench", "--out=/x/y", "--", "--api-key", "a secret", "--admin-api-key=another secret", "--tp", "1"]
     assert hidden(given) == [*("bench", "--out=y", "--", "--api-key", "...", "--admin-api-key=...", "--tp", "1")]
+
+
+@pytest.mark.parametrize("rids", [False, True])
+def test_each_request_has_a_rid_if_they_are_asked_for(load, rids):
+    load._rids = {"rids": True} if rids else {}
+    for number in (1, 2):
+        outputs = load.run(job(50, 50), lambda done: None, lambda: None)["outputs"]
+        named = [{"rid": f"pd-radix-bench-{number}-{place}"} if rids else {} for place in range(2)]
+        assert [json.loads(output["text"]) for output in outputs] == named
+        assert [{"rid": output["rid"]} if rids else {} for output in outputs] == named
+        assert all(("unix_s" in output) == ("rid" in output) == rids for output in outputs)

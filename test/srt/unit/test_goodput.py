@@ -543,5 +543,6 @@ def test_a_promise_adds_the_side_that_holds_it():
 
 
 def test_what_does_not_go_with_it():
-    with pytest.raises(PdRadixError, match="--slo"):
-        command.run(options("--slo", "ttft=500,itl=30", "--slo-seconds", "0"))
+    for more in (["--slo-seconds", "0"], ["--breakdown"]):
+        with pytest.raises(PdRadixError, match="--slo"):
+            command.run(options("--slo", "ttft=500,itl=30", *more))

@@ -20,7 +20,7 @@ class RequestFailed(PdRadixError):
 class Asked:
     """A request that was answered: its prompt as it was sent, and what the client saw (seconds).
 
-    beside and due_s: as of its `Request`.
+    beside and due_s: as of its `Request`. unix_s: from the clock of ``start_s`` to Unix time, where it has a rid.
     """
 
     prompt: Sequence[int]
@@ -32,13 +32,16 @@ class Asked:
     itl_s: list[float]
     beside: bool = False
     due_s: float | None = None
+    rid: str | None = None
+    unix_s: float = 0.0
 
     @classmethod
     def of(cls, request: Request, prompt: Sequence[int], output: dict[str, Any]) -> Asked:
         """What `load.py` tells of ``request``."""
         times = {name: output[name] for name in ("start_s", "ttft_s", "latency_s", "itl_s")}
         tokens, text = output["tokens"], output["text"]
-        return cls(prompt, tokens, text, **times, beside=request.beside, due_s=request.arrival_s)
+        known = {name: output[name] for name in ("rid", "unix_s") if name in output}
+        return cls(prompt, tokens, text, **times, beside=request.beside, due_s=request.arrival_s, **known)
 
     @property
     def tpot_s(self) -> float:

@@ -28,7 +28,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import chats, goodput, parted, record, report
+from . import breakdown, chats, goodput, parted, record, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
@@ -76,7 +76,7 @@ Workloads:
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --work-dir report
   pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
-  pd-radix bench --only c,i,j --aggregated --compare "sent:--disaggregation-decode-local-prefill off"
+  pd-radix bench --only c,i,j --aggregated --breakdown --compare "sent:--disaggregation-decode-local-prefill off"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
   pd-radix bench --only a --slo ttft=2000,itl=60
 
@@ -99,6 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workloads(parser.add_argument_group("what is asked"))
     _add_deployment(parser.add_argument_group("what is deployed"))
     figures = parser.add_argument_group("what is told")
+    figures.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="also where the time to first token goes: stages of each request by the time stamps of its workers, as "
+        "p50 and p99 (which costs a little of each step, on all sides)",
+    )
     figures.add_argument(
         "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
     )
@@ -232,6 +238,8 @@ def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequenc
         raise PdRadixError("--slo-rates goes with --slo")
     if not 0 < args.slo_seconds <= goodput.DAY_S:
         raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
+    if args.slo and args.breakdown:
+        raise PdRadixError("--slo goes without --breakdown")
     for key, entry in sizes.items() if args.slo else ():
         _plan(args, key, entry, sides)
 
@@ -301,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
         if model is None:
             show.now("making the model")
             model = str(make_model(Path(scratch) / "model", SHAPE))
-        load = LoadGenerator(model, args.out / "logs" / "load.log")
+        load = LoadGenerator(model, args.out / "logs" / "load.log", args.breakdown)
         try:
             _all(args, sizes, sides, runs, model, options, load, document, show)
         except BaseException:
@@ -346,6 +354,7 @@ def _all(
             progress,
             sides=sides,
             gateway=named_gateway(args.router),
+            env=breakdown.ENV if args.breakdown else {},
         )
         with made as deployment:
             show.now("waiting for the load generator")
@@ -472,7 +481,9 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
         for one in chats.tables(entry) if entry["chat"] else ():
             show(f"({entry['key']}) {entry['title']}", *one)
     for entry in document["workloads"]:
-        for text in parted.sentences(entry["differences"]):
+        for title, heading, rows in breakdown.tables(entry):
+            show(f"({entry['key']}) {title}", heading, rows)
+        for text in (*parted.sentences(entry["differences"]), *breakdown.notes(entry)):
             console.print(Text(f"({entry['key']}) {text}"), soft_wrap=True)
     _print_end(document["workloads"], files, console)
 

@@ -148,6 +148,7 @@ class Deployment:
     prefill_pool: int = PREFILL_POOL
     sides: Sequence[Side] = (OFF, ON)
     prefill_env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # of all servers
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
@@ -177,6 +178,7 @@ class Deployment:
                 [*decode, *place, *([RADIX_FLAG] * side.radix), *side.options]
                 for side, place in zip(side_of, places, strict=True)
             ],
+            env=self.env,
             prefill_env=self.prefill_env,
             decode_env=[dict(side.env) for side in side_of],
             # The router is to ask nobody who is paused.

@@ -6,7 +6,7 @@ latency and inter-token times are handed back as it measured them; and a trace i
 
 One JSON object per line.
 In: ``{"number", "key", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``; ``key`` is that
-of the servers, or null.
+of the servers, or null. With ``"rids": true`` each request has a rid of its own.
 Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...]}`` or ``{"error": "..."}``. For
 ``{"number", "texts": [...]}``, ``{"ids": [...]}``: the token ids of each. Every line out has the ``number`` of its
 job: one that the parent has given up is finished all the same. What bench_serving prints goes to stderr.
@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,9 @@ def main(model: str) -> int:
     async def asked(request_func_input: Any, pbar: Any = None) -> Any:
         nonlocal done
         place = places[id(request_func_input.prompt)]
+        if job.get("rids"):
+            # All requests have the same dict.
+            request_func_input.extra_request_body = request_func_input.extra_request_body | _named(job, place)
         output = outputs[place] = await ask(request_func_input, pbar)
         done += 1
         tell({"done": done})
@@ -88,8 +92,19 @@ def main(model: str) -> int:
         engine.get_request = functools.partial(send, use_trace_timestamps=True) if timed else send
         wrong = _run(engine, _arguments(job, model), outputs)
         encode = tokenizer.encode if job.get("encode") else None
-        tell({"error": wrong} if wrong else {"outputs": [_told(output, encode) for output in outputs]})
+        tell({"error": wrong} if wrong else {"outputs": _all_told(job, outputs, encode)})
     return 0
+
+
+def _named(job: dict[str, Any], place: int) -> dict[str, str]:
+    """What the request at ``place`` is called, if requests of the job have rids."""
+    return {"rid": f"pd-radix-bench-{job['number']}-{place}"} if job.get("rids") else {}
+
+
+def _all_told(job: dict[str, Any], outputs: list[Any], encode: Callable[..., list[int]] | None) -> list[dict[str, Any]]:
+    """All answers; of a job with rids, each with its own and the difference from its clock to Unix time."""
+    unix = {"unix_s": time.time() - time.perf_counter()} if job.get("rids") else {}
+    return [{**_told(output, encode), **_named(job, place), **unix} for place, output in enumerate(outputs)]
 
 
 def _run(engine: Any, arguments: argparse.Namespace, outputs: list[Any]) -> str | None:

@@ -23,6 +23,7 @@ from sglang_pd_radix.tools.cluster import http, log_tail
 from sglang_pd_radix.tools.cluster.local_http import servers_key
 from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, parse_counters
 
+from . import breakdown
 from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
@@ -39,8 +40,10 @@ Progress = Callable[[int, int], None]
 class LoadGenerator:
     """The process of `load.py`. It takes some seconds to import the engine, which can pass beside other work."""
 
-    def __init__(self, model: str, log: Path) -> None:
+    def __init__(self, model: str, log: Path, rids: bool = False) -> None:
+        """rids: whether each request has one of its own."""
         self._log_path = log
+        self._rids = {"rids": True} if rids else {}
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log.open("wb")
         command = [sys.executable, "-m", "sglang_pd_radix.tools.bench.load", model]
@@ -85,7 +88,7 @@ class LoadGenerator:
         self.wait_ready()
         assert self._process.stdin
         self._jobs += 1
-        told = {"number": self._jobs, "key": servers_key(), **job}
+        told = {"number": self._jobs, "key": servers_key(), **self._rids, **job}
         # Of one that has ended, what was its last says it.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
@@ -209,6 +212,8 @@ class Run:
     tpot_s: list[float] = field(default_factory=list)
     # Of each request that has a time at which it was due: seconds by which it was sent after it.
     late_s: list[float] = field(default_factory=list)
+    # Of each request that has a rid and is measured for itself, what its workers remember.
+    lives: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     @property
     def digest(self) -> str:
@@ -323,6 +328,7 @@ def run_once(
         deployment.problems(variant),
         [a.tpot_s for a in asked],
         sent_late(asked),
+        breakdown.collect(deployment, variant, workload, asked, len(steady.asked)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import chats, parted
+from . import breakdown, chats, parted
 from .chart import Bars, Chart, Line
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
@@ -330,7 +330,9 @@ def markdown(document: Document) -> str:
         parts.append(markdown_table(*table(entry)))
         if entry["chat"]:
             parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
-        parts += answers(entry)
+        for title, heading, rows in breakdown.tables(entry):
+            parts += [f"**{title}**", markdown_table(heading, rows)]
+        parts += [*answers(entry), *breakdown.notes(entry)]
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
         parts.append(" ".join(f"![{chart.title}]({_picture(entry, name)})" for name, chart in charts(entry).items()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from . import parted, report
+from . import breakdown, parted, report
 from .deploy import Deployment, Variant
 from .measure import LoadGenerator, Run, run_once
 from .workload import Workload
@@ -98,6 +98,7 @@ def _entry(
         "requests": workload.requests,
         "chat": workload.chat,
         "notes": list(workload.notes),
+        **breakdown.of([run for _, run in found]),
         "page_size": page_size,
         "variants": [variant.name for variant in variants],
         "problems": sorted({f"{r.variant}, run {r.number}: {p}" for _, r in found for p in r.problems}),
