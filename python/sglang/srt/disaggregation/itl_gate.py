@@ -3,7 +3,7 @@
 A step's time follows from who is in it (step_time.py), so an admission is refused as one for which there is no memory
 is: it ends the step of admission, and what waits goes by the order of admission. With nobody live the next is admitted
 whatever it takes, so at least one request always runs. Requests that are on their way here count from when they will
-decode, beside those that will not have ended by then; but for those whose prefill stands still (standstill.py).
+decode, beside those that will not have ended by then.
 
 Nothing here is measured by more than one rank: the first one's estimate is part of what ranks agree on, and decisions
 follow from that, and from live requests, in whole numbers.
@@ -14,7 +14,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,7 +36,6 @@ from sglang.srt.mem_cache.prefix_reader import PrefixPeek, tokens_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
-    from sglang.srt.disaggregation.standstill import Standstills
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -149,9 +148,6 @@ class ItlGate:
         # how many steps those decoded for which something was.
         self._admitted: dict[str, int | None] = {}
         self._delays: deque[int] = deque(maxlen=ANSWERS)
-        # Whose prefills stand still; and how many of those on their way `load` has left out last for that.
-        self.standstills: Standstills | None = None
-        self.left_out = 0
         # Locks on the tree of what no step reads; see `load`.
         self._unread: Counter[TreeNode] = Counter()
         # Whether the last one was refused since no step has been like that, which the next ones may change.
@@ -260,19 +256,14 @@ class ItlGate:
 
     # ---- decisions ----
 
-    def load(self, live: LiveReqs, prefills: Callable[[], set[Hashable]] | None = None) -> Load:
-        """What steps over the live requests read. prefills: as of `Standstills.without`. Cost: some figures of each."""
-        coming = live.coming
-        if self.standstills is not None:
-            coming = self.standstills.without(coming, look=self._held is not None, prefills=prefills)
-        self.left_out = len(live.coming) - len(coming)
-        self._unread = _locks_unread(self._tree, live, coming) if self._shares else Counter()
+    def load(self, live: LiveReqs) -> Load:
+        """What steps over the live requests read. Cost: some figures of each."""
+        coming, delay, step = live.coming, self._delay(), self._steps
+        self._unread = _locks_unread(self._tree, live) if self._shares else Counter()
         load = Load(self._tree.protected_size_ - _held_alone(self._unread) if self._shares else 0)
         load.reqs = self._figures(live.running)
-        delay, step, admitted = self._delay(), self._steps, self._admitted
-        # Without those that have failed on their way. How long a prefill stands still is no word of the others'.
-        self._admitted = dict.fromkeys([req.rid for req in live.coming])
-        self._admitted.update((req.rid, admitted.get(req.rid)) for req in coming)
+        # Without those that have failed on their way.
+        self._admitted = {req.rid: self._admitted.get(req.rid) for req in coming}
         for req, (tokens, _, growth) in zip(coming, self._figures(coming), strict=True):
             since = self._admitted[req.rid]
             load.add(tokens, growth, 0 if since is None else max(0, delay - step + since))
@@ -374,10 +365,9 @@ class ItlGate:
         return state if self.estimate is None else state | _told(self.estimate)
 
 
-def _locks_unread(tree: DecodeRadixCache, live: LiveReqs, coming: Sequence[Req]) -> Counter[TreeNode]:
-    """Locks on the nodes of ``tree`` of what only saves have locked, failed requests, and those not of ``coming``."""
-    counted = set(map(id, coming))
-    others = [req.last_node for req in (*live.quarantined, *live.coming) if id(req) not in counted]
+def _locks_unread(tree: DecodeRadixCache, live: LiveReqs) -> Counter[TreeNode]:
+    """Locks on the nodes of ``tree`` of what only saves have locked, and of failed requests."""
+    others = [req.last_node for req in live.quarantined]
     locks: Counter[TreeNode] = Counter()
     for node in chain(tree.nodes_in_use(), others):
         while node is not None and node.parent is not None:
