@@ -18,9 +18,9 @@ from typing import Any
 from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.common.peer_liveness import host_and_port, nothing_listens
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.peer_calls import in_background
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
