@@ -250,36 +250,6 @@ def test_a_copy_that_is_refused_waits_for_the_first_to_end(monkeypatch, wire):
     close(world)
 
 
-def test_what_a_bare_decode_worker_asks_for_in_vain_is_forgotten_when_it_has_given_up(monkeypatch, wire):
-    """Of what the tokenizer manager has refused there is no request: it stayed in the books for ever."""
-    world = wire.World(monkeypatch)
-    (prefill,) = world.prefill
-    prefill.manager.refuse_room(ROOM, "too long")
-    _, begun = [world.request(room, prompt_len=26, prefix_len=None).start_decode().ask() for room in (ROOM, ROOM + 1)]
-    world.request(ROOM + 2, prompt_len=26, prefix_len=8).start_decode().ask()
-    until(lambda: len(prefill.manager.transfer_infos) == 3, "asked")
-    begun.start_prefill()
-    look, clock = prefill.manager.decode_watch.check, [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    look()
-    clock[0] += prefill.manager.transfer_timeout - 1
-    look()
-    assert len(prefill.manager.transfer_infos) == 3
-    # Of a room that is asked for anew, another time begins.
-    asked = prefill.manager.transfer_infos[ROOM]
-    asked.update({name: dataclasses.replace(info) for name, info in asked.items()})
-    clock[0] += 2
-    look()
-    assert len(prefill.manager.transfer_infos) == 3
-    clock[0] += prefill.manager.transfer_timeout
-    look()
-    # One with the flag says when it gives up.
-    assert {*prefill.manager.transfer_infos} == {ROOM + 1, ROOM + 2} and ROOM not in prefill.manager.request_status
-    assert not prefill.manager.rooms.refused
-    monkeypatch.undo()
-    close(world)
-
-
 def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
     """The adapter may have been unloaded, since its client had been answered: that ended the scheduler."""
     asked = {
@@ -331,59 +301,3 @@ def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will
         prefill.refuse(**fields)
     assert ROOM not in manager.transfer_infos and not prefill.step()
     close(world)
-
-
-def unclaimed_books(count: int) -> Any:
-    """Of a prefill that bare decode workers have asked for so many rooms, and that forgets one only if it knows it."""
-    books: Any = SimpleNamespace(rooms=Rooms(), transfer_timeout=300.0, forget=lambda room: None)
-    books.transfer_infos = {room: {"d": SimpleNamespace()} for room in range(count)}
-    books.end_room = lambda room: books.transfer_infos.pop(room)
-    return books
-
-
-def test_an_error_in_one_room_begins_no_other_ones_time_anew(monkeypatch):
-    books, clock = unclaimed_books(10), [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    unclaimed = peer_watch.Unclaimed(books)
-    unclaimed.expire()
-    clock[0] += 299
-    asked = books.transfer_infos
-
-    class Popped(dict):
-        """Another thread takes one out, without the lock, after the rooms have been listed."""
-
-        def __iter__(self) -> Any:
-            listed = [*super().__iter__()]
-            self.pop(3, None)
-            return iter(listed)
-
-    books.transfer_infos = Popped(asked)
-    unclaimed.expire()
-    books.end_room, failing = lambda room: 1 / 0, books.end_room
-    clock[0] += 2
-    with pytest.raises(ZeroDivisionError):
-        unclaimed.expire()
-    books.end_room = failing
-    unclaimed.expire()
-    assert not books.transfer_infos
-
-
-def test_what_is_unclaimed_is_looked_at_a_few_at_a_time():
-    """The scheduler and the thread that hears decode wait for the lock."""
-    books, holds = unclaimed_books(5 * peer_watch.AT_ONCE), [0]
-
-    class Counted:
-        def __enter__(self) -> None:
-            holds.append(0)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    class Live(dict):
-        def __contains__(self, room: object) -> bool:
-            holds[-1] += 1
-            return super().__contains__(room)
-
-    books.rooms.lock, books.rooms.live = Counted(), Live()
-    peer_watch.Unclaimed(books).expire()
-    assert 0 < max(holds) <= peer_watch.AT_ONCE
