@@ -270,23 +270,6 @@ def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
     assert {name: getattr(req, name) for name in asked} == {name: getattr(plain, name) for name in asked}
 
 
-def test_a_turn_of_prefill_does_not_go_through_all_that_it_has_refused():
-    class Asked(dict):
-        looked = 0
-
-        def get(self, *args: Any) -> Any:
-            self.looked += 1
-            return super().get(*args)
-
-    pairs = refused_pairs.RefusedPairs()
-    for room in range(refused_pairs.REMEMBERED):
-        pairs.keep(Req("r", "", [0], SamplingParams(), bootstrap_room=room))
-    without, flag = SimpleNamespace(), SimpleNamespace(names_prefix=True)
-    asked = Asked({5: {"d": without}, 6: {"d": flag}, 7: {"d": without}, 8: {}, 10**6: {"d": without}})
-    assert pairs.asked(asked, {7}) == [5]
-    assert asked.looked <= 2 * len(asked)
-
-
 @pytest.mark.parametrize("fields", [{"input_embeds": [[0.0]]}, None], ids=["embeddings", "no request"])
 def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will_come(monkeypatch, wire, fields):
     """It stayed for as long as decode waits."""
