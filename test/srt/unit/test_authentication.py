@@ -16,6 +16,7 @@ import test_nixl_wire as nixl_wire
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import authentication, conn
 from sglang.srt.disaggregation.common.authentication import (
@@ -27,6 +28,7 @@ from sglang.srt.disaggregation.common.authentication import (
     VerifyingSocket,
 )
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
+from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, Unanswered, tell
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -294,7 +296,7 @@ def test_a_bootstrap_server_with_a_secret_serves_those_who_have_it(with_secret: 
 
 
 def test_a_request_to_a_bootstrap_server_is_good_once_and_as_it_is(with_secret: Secret, bootstrap: str) -> None:
-    sent = requests.Request("PUT", f"{bootstrap}/route", json=REGISTRATION, auth=authentication._Signed(with_secret))
+    sent = requests.Request("PUT", f"{bootstrap}/route", json=REGISTRATION, auth=authentication._Signed())
     with requests.Session() as session:
         prepared = session.prepare_request(sent)
         assert session.send(prepared).status_code == 200
@@ -313,6 +315,25 @@ def test_an_answer_without_the_secret_is_not_believed(no_secret, bootstrap, monk
     authentication.secret.cache_clear()
     with pytest.raises(requests.RequestException, match=VARIABLE):
         conn.requests.get(f"{bootstrap}{DECODE_PREFIX_ROUTE}", timeout=30)
+
+
+def test_what_workers_tell_each_other_is_signed_and_so_are_the_answers(with_secret, bootstrap, monkeypatch) -> None:
+    monkeypatch.setattr(peer_calls, "_listeners", {COMPUTED_ROUTE: lambda rooms: None})
+    addr = bootstrap.removeprefix("http://")
+    assert requests.post(f"{bootstrap}{COMPUTED_ROUTE}", json={"room": 5}, timeout=30).status_code == 401
+    tell(addr, COMPUTED_ROUTE, [5]).result(30)
+
+
+def test_a_worker_without_the_secret_is_not_told(no_secret, bootstrap, monkeypatch, tmp_path) -> None:
+    """What it answers may be anybody's."""
+    path = tmp_path / "secret"
+    path.write_bytes(KEY)
+    monkeypatch.setenv(VARIABLE, str(path))
+    authentication.secret.cache_clear()
+    monkeypatch.setattr(peer_calls, "AGAIN_S", 0.0)
+    monkeypatch.setattr(peer_calls, "_listeners", {COMPUTED_ROUTE: lambda rooms: None})
+    with pytest.raises(Unanswered, match=VARIABLE):
+        tell(bootstrap.removeprefix("http://"), COMPUTED_ROUTE, [5]).result(30)
 
 
 _fuzz = settings(

@@ -8,9 +8,9 @@ import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.peer_sockets import Loss
-from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
+from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters

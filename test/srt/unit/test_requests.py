@@ -15,18 +15,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import requests
 import torch
 import xgrammar
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
-from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation import peer_calls, refusal, room_notes
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.computed_rooms import ComputedReq
-from sglang.srt.disaggregation.room_notes import RoomNotes
+from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -403,7 +401,7 @@ def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request
     scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[], kv_manager=None)
     scheduler.waiting_queue, scheduler.chunked_req, scheduler.last_batch = [], None, None
     scheduler.enable_overlap, scheduler.disagg_prefill_inflight_queue = False, []
-    scheduler.answered = RoomNotes(8, 60.0)
+    scheduler.answered = RoomNotes()
     add = lambda self, req, retracted: added.append(req)  # noqa: E731
     monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
 
@@ -430,7 +428,7 @@ def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request
 
 
 def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
-    monkeypatch.setattr(refusal, "REMEMBERED", 2)
+    monkeypatch.setattr(room_notes, "MOST", 2)
     rooms = refusal.RefusedRooms()
     for room in (1, 2, 3):
         rooms.note(room, "because")
@@ -463,33 +461,29 @@ def bootstrap_port():
         yield port
 
 
-def test_what_decode_computes_is_noted_by_a_prefill_that_has_served_nothing():
-    """With --skip-server-warmup there is no event loop before the first request."""
-    prefill = manager(DisaggregationMode.PREFILL)
-    prefill._on_computed_by_decode(5)
-    assert prefill.computed.rooms.take(5) and not prefill.computed.rooms.take(6)
+def test_prefill_hears_what_decode_refuses_and_computes(bootstrap_port, monkeypatch):
+    monkeypatch.setattr(peer_calls, "_listeners", {})
+    monkeypatch.setattr(peer_calls, "AGAIN_S", 0.2)
+    prefill, rooms = manager(DisaggregationMode.PREFILL), []
+    monkeypatch.setattr(TokenizerManager.__bases__[-1], "init_disaggregation", lambda self: None)
+    prefill.init_disaggregation()
+    prefill.computed.note = rooms.append
 
+    async def hear() -> None:
+        # With --skip-server-warmup there is no event loop before the first request.
+        obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_port, bootstrap_room=[5, 6])
+        (told,) = manager(DisaggregationMode.DECODE)._tell_peer(obj, "too long")
+        computed = peer_calls.tell(f"127.0.0.1:{bootstrap_port}", peer_calls.COMPUTED_ROUTE, [9])
+        await asyncio.sleep(0.1)
+        prefill.event_loop = asyncio.get_running_loop()
+        await asyncio.gather(asyncio.wrap_future(told), asyncio.wrap_future(computed))
 
-def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
-    prefill = manager(DisaggregationMode.PREFILL)
-    monkeypatch.setattr(refusal, "_listeners", [])
-    refusal.listen(prefill._on_refused_by_decode)
-    obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_port, bootstrap_room=[5, 6])
-    manager(DisaggregationMode.DECODE)._tell_peer(obj, "too long")
-    end = time.monotonic() + 60
-    while len(prefill.refused_rooms) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    asyncio.run(asyncio.wait_for(hear(), 60))
+    assert prefill.send_to_scheduler == [refusal.RefusedReq(room, "too long", by_decode=True) for room in (5, 6)]
+    assert rooms == [9]
     with pytest.raises(ValueError, match="too long"):
         prefill._check_room(6)
     prefill._check_room(7)
-    url = f"http://127.0.0.1:{bootstrap_port}{refusal.REFUSED_ROUTE}"
-    # Among them the room of all health checks.
-    none = [{"rooms": rooms, "reason": "x"} for rooms in (5, [], [0], ["5"], [7, 0], [7] * (refusal.MOST_ROOMS + 1))]
-    for wrong in ({}, {"rooms": [7]}, {"rooms": [7], "reason": 1}, [], None, *none):
-        assert requests.post(url, json=wrong, timeout=30).status_code == 400
-    for wrong in (b"", b"{", b'{"rooms": [1e999], "reason": "x"}'):
-        assert requests.post(url, data=wrong, timeout=30).status_code == 400
 
 
 @pytest.mark.parametrize("room", [[5], {"a": 1}, "5", 5, None])
@@ -821,7 +815,7 @@ def test_a_request_that_ends_while_its_state_is_made_leaves_none(monkeypatch):
     monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
     monkeypatch.setattr(TokenizerManager.__bases__[-1], "_req_stats_init", init)
     told = []
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: told.extend(rooms))
+    monkeypatch.setattr(refusal, "tell", lambda addr, route, rooms, **said: told.extend(rooms) or Future())
     with pytest.raises(OverflowError):
         asyncio.run(ask())
     assert not worker.rid_to_state and not worker.own_states and told == [5]
@@ -832,7 +826,7 @@ def test_prefill_hears_why_a_batch_ends_before_its_other_prompts_are_taken_back(
     decode, told = manager(DisaggregationMode.DECODE), Future()
     decode.own_states, decode.rids_of_samples, decode.enable_metrics = {}, {}, False
     obj = request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=[5, 6])
-    monkeypatch.setattr(refusal, "tell_prefill", lambda *what: told)
+    monkeypatch.setattr(refusal, "tell", lambda *message, **said: told)
 
     async def generate(self, obj, request):
         for rid in "ab":
@@ -887,7 +881,7 @@ def test_a_copy_of_a_request_that_is_served_does_not_end_it():
 def test_a_refused_batch_with_lists_of_other_lengths_tells_whom_it_can():
     prefill = manager(DisaggregationMode.PREFILL)
     prefill._tell_peer(request(bootstrap_host=["a"], bootstrap_room=[5, 6, *range(1000, 3000)]), "why")
-    assert len(prefill.send_to_scheduler) == 256
+    assert len(prefill.send_to_scheduler) == 2002
     manager(DisaggregationMode.DECODE)._tell_peer(request(bootstrap_host=[], bootstrap_room=[5, 6]), "why")
 
 

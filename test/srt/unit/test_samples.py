@@ -8,14 +8,15 @@ import copy
 import gc
 import inspect
 import textwrap
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
-import requests
 from prefill_front import bootstrap_server
-from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.computed_rooms import ComputedReq
+from sglang.srt.disaggregation import peer_calls, refusal, room_notes
+from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, listen
+from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers import samples, tokenizer_manager
 from sglang.srt.managers.checked_requests import CheckedRequests
@@ -330,8 +331,7 @@ def run(test) -> None:
 @pytest.fixture
 def server(monkeypatch):
     """The bootstrap server of a prefill whose tokenizer manager is made later."""
-    monkeypatch.setattr(refusal, "_listeners", [])
-    monkeypatch.setattr(samples, "_listener", None)
+    monkeypatch.setattr(peer_calls, "_listeners", {})
     with bootstrap_server() as port:
         yield port
 
@@ -339,7 +339,7 @@ def server(monkeypatch):
 def test_prefill_that_is_told_first_sends_the_samples_only():
     async def test():
         prefill = Manager(DisaggregationMode.PREFILL, False)
-        assert prefill.samples.announced([11, 12]) is None
+        prefill.samples.announced([11, 12])
         task = asyncio.ensure_future(answers(prefill, body()))
         await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
         sent = prefill.send_to_scheduler.got
@@ -363,7 +363,7 @@ def test_prefill_that_is_told_later_gives_its_warmup_up():
         (warmup,) = prefill.send_to_scheduler.got
         assert warmup.bootstrap_room == 11 and warmup.sampling_params.max_new_tokens == 0
         await asyncio.sleep(0.05)
-        assert prefill.samples.announced([11, 12]) is None
+        prefill.samples.announced([11, 12])
         await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
         assert [one for one in prefill.send_to_scheduler.got if isinstance(one, ComputedReq)] == [
             ComputedReq(11, warmup.rid)
@@ -428,11 +428,13 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
             prefill.answer(prefill.send_to_scheduler.got[-1])
         await until(lambda: len(prefill.send_to_scheduler.got) == 8, task)
         got = copy.copy(prefill.send_to_scheduler.got)
-        late = prefill.samples.announced([11]) if isinstance(prefill, Manager) else None
+        if not isinstance(prefill, Bare):
+            with pytest.raises(ValueError, match="decode worker that gives samples no rooms"):
+                prefill.samples.announced([11])
         for message in got[2:]:
             prefill.answer(message)
         assert len(await task) == 6
-        return [(m.bootstrap_room, vars(m.sampling_params), m.stream) for m in got], late
+        return [(m.bootstrap_room, vars(m.sampling_params), m.stream) for m in got]
 
     class Bare(Manager):
         """The engine's way, which asks nobody."""
@@ -440,9 +442,8 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
         generate_request = CheckedRequests.generate_request
 
     async def test():
-        sent, late = await serve(Manager(DisaggregationMode.PREFILL, False))
-        assert "decode worker that gives samples no rooms" in late
-        assert sent == (await serve(Bare(DisaggregationMode.PREFILL, False)))[0]
+        sent = await serve(Manager(DisaggregationMode.PREFILL, False))
+        assert sent == await serve(Bare(DisaggregationMode.PREFILL, False))
         assert [room for room, _, _ in sent] == [11, 12, *[11] * 3, *[12] * 3]
 
     run(test())
@@ -456,7 +457,7 @@ def test_samples_of_the_engine_that_decode_refuses_leave_no_states(sent):
     class Refusing(Manager):
         def _send_one_request(self, tokenized_obj):
             if len(self.send_to_scheduler.requests) == sent:
-                self._refuse_room(11, "max_new_tokens is too large")
+                self._refuse_rooms([11], "max_new_tokens is too large")
             super()._send_one_request(tokenized_obj)
 
     async def test():
@@ -476,7 +477,7 @@ def test_samples_of_the_engine_that_decode_refuses_leave_no_states(sent):
 def test_decode_asks_for_nothing_before_prefill_knows(server):
     async def test():
         prefill, decode = (Manager(mode, flag) for mode, flag in MODES)
-        samples.listen(prefill.samples)
+        listen(SAMPLE_ROUTE, prefill.samples.announced)
         task = asyncio.ensure_future(answers(decode, body(port=server)))
         await until(lambda: len(decode.send_to_scheduler.requests) == 6, task)
         assert [message.bootstrap_room for message in decode.send_to_scheduler.got] == ROOMS
@@ -492,10 +493,13 @@ def test_each_prompt_is_announced_to_its_own_prefill(monkeypatch):
     """Also to one that comes twice, and once for both."""
     told = []
 
-    async def begin(host, port, rooms):
-        told.append((host, port, list(rooms)))
+    def ask(addr, route, rooms, **said):
+        told.append((addr, rooms))
+        answer: Future[tuple[int, str]] = Future()
+        answer.set_result((200, "OK"))
+        return answer
 
-    monkeypatch.setattr(samples, "_begin", begin)
+    monkeypatch.setattr(samples, "ask", ask)
     obj = expanded(
         input_ids=[[1], [2], [3]],
         sampling_params={"n": 3},
@@ -504,36 +508,32 @@ def test_each_prompt_is_announced_to_its_own_prefill(monkeypatch):
         bootstrap_room=[11, 12, 13],
     )
     run(samples.announce(obj, 7))
-    assert told == [("a", 1, [11, 13]), ("b", 7, [12])]
+    assert told == [("a:1", [11, 13]), ("b:7", [12])]
 
 
 MODES = [(DisaggregationMode.PREFILL, False), (DisaggregationMode.DECODE, True)]
 
 
-def test_decode_refuses_where_prefill_cannot(server, monkeypatch):
-    """The prefill has no such route, then nobody who would listen, and then another way to derive rooms."""
+@pytest.mark.parametrize(
+    ("route", "said"),
+    [("/no_such_route", "prefill 127.0.0.1.*Install"), (SAMPLE_ROUTE, "rooms of samples in another way")],
+)
+def test_decode_refuses_where_prefill_cannot(server, monkeypatch, route, said):
     refused = []
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: refused.extend(rooms))
+    monkeypatch.setattr(refusal, "tell", lambda addr, route, rooms, **said: refused.extend(rooms) or Future())
+    monkeypatch.setattr(samples, "SAMPLE_ROUTE", route)
+    # Of another version.
+    listen(SAMPLE_ROUTE, lambda rooms, derivation: samples.SampleRooms().announced(rooms, derivation + 1))
 
-    async def ask(match: str):
+    async def ask():
         decode = Manager(*MODES[1])
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match="n must be 1: .*" + said):
             await answers(decode, body(port=server))
         assert not decode.send_to_scheduler.got and not decode.rid_to_state
-        # The rooms of which prefill knows.
-        assert refused == [11, 12]
-        refused.clear()
+        # Prefill may know of any of them.
+        assert refused == [11, 12, *ROOMS]
 
-    monkeypatch.setattr(samples, "SAMPLE_ROUTE", "/no_such_route")
-    run(ask("n must be 1: prefill 127.0.0.1.*Install"))
-    monkeypatch.undo()
-    monkeypatch.setattr(refusal, "tell_prefill", lambda host, port, rooms, reason: refused.extend(rooms))
-    monkeypatch.setattr(samples, "_listener", None)
-    run(ask("several tokenizer processes"))
-    monkeypatch.setattr(samples, "DERIVATION", 2)
-    original = samples.take_announcement
-    monkeypatch.setattr(samples, "take_announcement", lambda told: original({**told, "derivation": 1}))
-    run(ask("derives the rooms of samples in another way"))
+    run(ask())
 
 
 def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
@@ -550,7 +550,7 @@ def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
 def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
     async def test():
         prefill, decode = Manager(*MODES[0], max_input_len=2), Manager(*MODES[1])
-        samples.listen(prefill.samples)
+        listen(SAMPLE_ROUTE, prefill.samples.announced)
         with pytest.raises(ValueError, match="fewer than 2"):
             await answers(prefill, body(port=server))
         with pytest.raises(ValueError, match="fewer than 2"):
@@ -562,11 +562,11 @@ def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
 def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
     async def test():
         prefill = Manager(*MODES[0], max_input_len=2)
-        assert prefill.samples.announced([11, 12]) is None
+        prefill.samples.announced([11, 12])
         with pytest.raises(ValueError, match="fewer than 2"):
             await answers(prefill, body())
         told = prefill.send_to_scheduler.got
-        assert [message.room for message in told if isinstance(message, refusal.RefusedReq)] == ROOMS
+        assert [message.room for message in told if isinstance(message, refusal.RefusedReq)] == [11, 12, *ROOMS]
         assert not prefill.rid_to_state
 
     run(test())
@@ -623,24 +623,16 @@ def test_a_rid_in_use_costs_its_request_nothing():
     run(test())
 
 
-def test_announcements_that_cannot_be_meant(server):
-    samples.listen(samples.SampleRooms())
-    url = f"http://127.0.0.1:{server}{samples.SAMPLE_ROUTE}"
-    good = {"rooms": [5], "derivation": 1}
-    assert requests.post(url, json=good, timeout=30).status_code == 200
-    for wrong in ([], None, {}, {**good, "rooms": []}, {**good, "rooms": [5, 0]}, {**good, "rooms": [2**63]}):
-        assert requests.post(url, json=wrong, timeout=30).status_code == 400
-    for wrong in ({**good, "rooms": ["5"]}, {**good, "rooms": 5}, {"rooms": [5]}, {**good, "derivation": "1"}):
-        assert requests.post(url, json=wrong, timeout=30).status_code == 400
-    assert requests.post(url, data=b"{", timeout=30).status_code == 400
-
-
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(samples, "REMEMBERED", 10)
+    monkeypatch.setattr(room_notes, "MOST", 10)
     book = samples.SampleRooms()
     for room in range(1, 30):
         book.announced([room])
-    assert sorted(book._told) == list(range(20, 30))
+
+    async def told() -> list[int]:
+        return [room for room in range(1, 30) if book.expect([room]).told]
+
+    assert asyncio.run(told()) == list(range(20, 30))
 
 
 def test_a_prompt_is_tokenized_once_for_all_of_its_samples():

@@ -15,7 +15,6 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
-from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_watch
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
@@ -164,7 +163,7 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
 
 def test_a_scheduler_without_a_thread_does_not_fill_its_log(monkeypatch, caplog, no_threads) -> None:
     """It asks again in each step, thousands of times a second."""
-    monkeypatch.setattr(peer_calls, "_said_at", -math.inf)
+    monkeypatch.setattr(handshakes, "_said_at", -math.inf)
     answers = RankAnswers()
     with no_threads():
         for _ in range(100):

@@ -16,7 +16,7 @@ import test_mooncake_wire as mooncake
 import test_nixl_wire as nixl
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes, prefill_peers
+from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 
 # Slots of one request on prefill and on decode.
@@ -326,23 +326,3 @@ def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
         manager._resolve_rank_mapping(info)
     manager.kv_args.state_data_ptrs = []
     manager._resolve_rank_mapping(info)
-
-
-@pytest.mark.parametrize("says_so", [True, False])
-def test_a_prefill_that_forgets_the_state_of_a_full_hit_is_named_no_prefix(over_mooncake, monkeypatch, says_so):
-    """One with an earlier version of this package. What it is not named a prefix for, it sends in full."""
-    manager, addr = over_mooncake.decode[0].manager, over_mooncake.addr
-    assert manager.prefills.of(addr).takes_prefix
-    get = prefill_peers.requests.get
-
-    def older(url: str, **options):
-        reply = get(url, **options)
-        answer = {"version": 1, "pieces": 1, **({"state": 1} if says_so else {})}
-        reply.json = lambda: answer
-        return reply
-
-    monkeypatch.setattr(prefill_peers.requests, "get", older)
-    assert manager.prefills.ask_for_prefix(addr) == int(says_so)
-    assert manager.prefills.of(addr).takes_prefix == says_so
-    manager.kv_args.state_data_ptrs = []
-    assert manager.prefills.ask_for_prefix(addr) == 1

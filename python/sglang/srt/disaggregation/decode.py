@@ -91,6 +91,8 @@ class DecodeRequest(engine.DecodeRequest):
     state_indices: list[int] | None = None
     # What it counts on in host memory, until it is committed or has given its pages back.
     load: Load | None = None
+    # Whether another request of its room was refused: its half may come to prefill after that has dropped the room.
+    is_doubled: bool = field(default=False, init=False)
 
     @property
     def waiting_for_input(self) -> bool:

@@ -57,7 +57,7 @@ class LiveRooms(WeakValueDictionary[int, Any]):
         )
         logger.error(message)
         prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
-        known.is_doubled = True  # Prefill may have the half of `req` only after it has been told to drop the room.
+        known.is_doubled = True
         return True
 
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.computed_rooms import tell_prefill
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, Policy
+from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_time import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -257,7 +257,7 @@ class LocalPrefills:
         receiver.conclude_state = KVPoll.Success
         receiver.end()
         if self._tells:
-            tell_prefill(receiver.bootstrap_addr, req.bootstrap_room)
+            tell(receiver.bootstrap_addr, COMPUTED_ROUTE, [req.bootstrap_room])
 
     def agree(self, decode_req: DecodeRequest) -> bool:
         """A request has failed on no rank: if it is one of these, it is computed when its step comes.
@@ -267,8 +267,8 @@ class LocalPrefills:
         for one in self.waiting:
             if one.decode_req is decode_req and decode_req.poll() == KVPoll.Success:
                 one.agreed = True
-                if self._tells and getattr(decode_req, "is_doubled", False):
-                    tell_prefill(decode_req.kv_receiver.bootstrap_addr, one.req.bootstrap_room)
+                if self._tells and decode_req.is_doubled:
+                    tell(decode_req.kv_receiver.bootstrap_addr, COMPUTED_ROUTE, [one.req.bootstrap_room])
                 one.req.time_stats.set_wait_queue_entry_time()
                 self._take_in(one)
                 return True

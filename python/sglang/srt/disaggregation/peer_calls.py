@@ -1,124 +1,209 @@
-"""Calls to other workers, on threads: one that does not answer delays what is told to it, and to nobody else.
+"""What workers tell and ask each other over HTTP: how it is sent, and how a prefill's bootstrap server takes it.
+
+Nobody waits for it: one thread of a process makes all of its calls, over connections that it keeps, and a worker that
+does not answer delays what is for itself alone.
 
 Upstream: none is known.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import json
 import logging
-import math
 import threading
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
+
+import aiohttp
+from sglang.srt.disaggregation.common.authentication import SignedCall
+from sglang.srt.disaggregation.common.handshakes import in_background
+from sglang.srt.disaggregation.room_notes import MOST, is_room
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PeerCalls", "TooManyCalls", "in_background"]
+__all__ = [
+    "COMPUTED_ROUTE",
+    "FIELDS",
+    "NotNow",
+    "REFUSED_RANK_ROUTE",
+    "REFUSED_ROUTE",
+    "SAMPLE_ROUTE",
+    "Unanswered",
+    "ask",
+    "listen",
+    "receive",
+    "tell",
+]
 
-# Calls to one peer that are made at once and that wait; threads for all peers, and calls to all that wait. Requests
-# name peers, so that there may be any number of those that do not answer.
-AT_ONCE, MOST_WAITING, MOST_THREADS, MOST_WAITING_IN_ALL = 4, 1024, 256, 65536
-# A scheduler asks in each step, thousands of times a second: seconds between two lines that say why it cannot.
-SAY_AGAIN_S = 10.0
-_said_at = -math.inf
+# On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
+REFUSED_ROUTE, COMPUTED_ROUTE, SAMPLE_ROUTE = "/refused_room", "/computed_room", "/sample_rooms"
+REFUSED_RANK_ROUTE = "/refused_dp_rank"
+# What a message has beside rooms.
+FIELDS: dict[str, dict[str, type]] = {
+    REFUSED_ROUTE: {"reason": str},
+    REFUSED_RANK_ROUTE: {"dp_rank": int},
+    COMPUTED_ROUTE: {},
+    SAMPLE_ROUTE: {"derivation": int},
+}
+# Of a text; it comes from another worker.
+MOST_CHARACTERS = 1000
+# Seconds that a worker has to answer; how often it is told at most, and after how many seconds again.
+ANSWER_S, TRIES, AGAIN_S = 5.0, 4, 1.0
+# Connections to one worker; calls that wait, to all of them.
+AT_ONCE, MOST_WAITING = 4, 16384
 
 
-def in_background(work: Callable[[], None], name: str) -> str | None:
-    """Start ``work`` in a thread of its own. Returns why that cannot be done, if so.
+# ---- who sends ----
 
-    Requests name peers, and one of many may have as many threads as the system lets it: a scheduler goes on.
+
+class Unanswered(Exception):
+    """A worker has given no answer that can be used."""
+
+
+def ask(addr: str, route: str, rooms: Sequence[int], **said: Any) -> Future[tuple[int, str]]:
+    """Ask the worker at ``addr`` once; its answer is a status and a text. Fails with `Unanswered`."""
+    return _calls.submit(partial(_calls.post, addr, route, _message(rooms, said)))
+
+
+def tell(addr: str, route: str, rooms: Sequence[int], **said: Any) -> Future[None]:
+    """Tell the worker at ``addr``, again where it does not answer; one that never does is told of in the log.
+
+    A worker without this package, which knows no such route, need not hear it.
     """
-    try:
-        threading.Thread(target=work, daemon=True, name=name).start()
-    except RuntimeError as e:
-        global _said_at
-        if time.monotonic() - _said_at >= SAY_AGAIN_S:
-            _said_at = time.monotonic()
-            logger.error("Peers cannot be asked now: %s", e)
-        return str(e)
-    return None
+
+    def warn(told: Future[None]) -> None:
+        if not told.cancelled() and told.exception() is not None:
+            of = f"room {rooms[0]}" + f" and {len(rooms) - 1} more" * (len(rooms) > 1)
+            logger.warning("%s could not be told of %s (%s): %s", addr, of, route[1:], told.exception())
+
+    told = _calls.submit(partial(_calls.tell, addr, route, _message(rooms, said)))
+    told.add_done_callback(warn)
+    return told
 
 
-class TooManyCalls(Exception):
-    """A peer, or too many of them, do not answer, and calls that wait are many; or there is no thread to make them."""
+def _message(rooms: Sequence[int], said: dict[str, Any]) -> bytes:
+    # Some versions before 0.1.0 read ``room``.
+    return json.dumps({"room": rooms[0], "rooms": [*rooms], **said}).encode()
 
 
-class PeerCalls:
-    """Makes calls in the order in which they come for each peer, on threads that end when nothing waits.
+class _Calls:
+    """Makes calls on an event loop in a thread, which starts with the first."""
 
-    Where there are no more threads, the next one that is free goes to the peer that has the fewest, in turn: one that
-    answers waits for no more than one call to each of those that do not.
+    def __init__(self) -> None:
+        self._lock, self._waiting = threading.Lock(), 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    def submit(self, call: Callable[[], Coroutine]) -> Future:
+        """Have ``call`` made."""
+        wrong = None
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                wrong = in_background(loop.run_forever, "peer-calls")
+                self._loop = loop if wrong is None else None
+            if self._waiting >= MOST_WAITING:
+                wrong = "too many calls wait for an answer"
+            self._waiting += wrong is None
+        if wrong is not None or self._loop is None:
+            failed: Future = Future()
+            failed.set_exception(Unanswered(wrong))
+            return failed
+        made = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        made.add_done_callback(self._done)
+        return made
+
+    def _done(self, made: Future) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    async def tell(self, addr: str, route: str, message: bytes) -> None:
+        """Post it until it has been taken, or cannot be."""
+        for last in (*[False] * (TRIES - 1), True):
+            try:
+                status, text = await self.post(addr, route, message)
+                if status in (200, 404):
+                    return
+                error = Unanswered(f"status {status}: {text[:200]}")
+                last = last or status < 500
+            except Unanswered as e:
+                error = e
+            if last:
+                raise error
+            await asyncio.sleep(AGAIN_S)
+
+    async def post(self, addr: str, route: str, message: bytes) -> tuple[int, str]:
+        """Post it once."""
+        signed = SignedCall("POST", route, message)
+        headers = {"Content-Type": "application/json", **signed.headers}
+        try:
+            async with self._opened().post(
+                f"http://{addr}{route}",
+                data=message,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(ANSWER_S),
+            ) as reply:
+                content = await reply.read()
+                signed.check(str(reply.url), reply.status, content, reply.headers)
+                return reply.status, content.decode(errors="replace")
+        except asyncio.TimeoutError as e:
+            raise Unanswered(f"no answer in {ANSWER_S:g} s") from e
+        except Exception as e:
+            raise Unanswered(f"{type(e).__name__}: {e}") from e
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """Keeps its connections. Requests name workers: none has anything to be remembered for another."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, limit_per_host=AT_ONCE)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            # Or it would be missed in the log.
+            atexit.register(self._close, self._session)
+        return self._session
+
+    def _close(self, session: aiohttp.ClientSession) -> None:
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(session.close(), self._loop).result(ANSWER_S)
+
+
+_calls = _Calls()
+
+
+# ---- who is told ----
+
+
+class NotNow(Exception):
+    """This worker cannot do what it is told, for a reason of its own: another may, or this one later."""
+
+
+_listeners: dict[str, Callable[..., None]] = {}
+
+
+def listen(route: str, listener: Callable[..., None]) -> None:
+    """Have ``listener`` called, on the bootstrap server's thread, with the rooms of each message and its `FIELDS`.
+
+    It raises ValueError for what it refuses, and `NotNow`.
     """
+    _listeners[route] = listener
 
-    def __init__(self, name: str) -> None:
-        self._name, self._lock, self._threads = name, threading.Lock(), 0
-        # The peer whose turn is next comes first.
-        self._waiting: OrderedDict[Hashable, deque[tuple[Future, Callable[[], Any]]]] = OrderedDict()
-        self._under_way: dict[Hashable, int] = {}
 
-    def submit(self, peer: Hashable, call: Callable[[], Any]) -> Future:
-        """Have ``call`` made. One that has not begun can be cancelled. Raises `TooManyCalls`."""
-        future: Future = Future()
-        with self._lock:
-            if len(self._waiting.get(peer, ())) >= MOST_WAITING or self._all_waiting() >= MOST_WAITING_IN_ALL:
-                raise TooManyCalls("too many calls wait for an answer")
-            self._waiting.setdefault(peer, deque()).append((future, call))
-            if self._under_way.get(peer, 0) < AT_ONCE and self._threads < MOST_THREADS:
-                self._hire(peer)
-            if not self._threads:
-                # Nobody would make it. Nor does anything else wait.
-                self._waiting.clear()
-                raise TooManyCalls("no thread can be started")
-        return future
-
-    def _hire(self, peer: Hashable) -> None:
-        """Start a thread with the first call that waits for ``peer``; that waits on where the system has none left."""
-        first = self._take(peer)
-        if in_background(lambda: self._work(peer, *first), self._name) is None:
-            self._threads += 1
-        else:
-            self._let_go(peer)
-            self._waiting.setdefault(peer, deque()).appendleft(first)
-
-    def _all_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def _take(self, peer: Hashable) -> tuple[Future, Callable[[], Any]]:
-        """The first call that waits for ``peer``, now under way. Others have their turns before its next."""
-        one = self._waiting[peer].popleft()
-        self._under_way[peer] = self._under_way.get(peer, 0) + 1
-        if self._waiting[peer]:
-            self._waiting.move_to_end(peer)
-        else:
-            del self._waiting[peer]
-        return one
-
-    def _let_go(self, peer: Hashable) -> None:
-        """One call to ``peer`` is not under way any more."""
-        self._under_way[peer] -= 1
-        if not self._under_way[peer]:
-            del self._under_way[peer]
-
-    def _work(self, peer: Hashable, future: Future, call: Callable[[], Any]) -> None:
-        one: tuple[Hashable, Future, Callable[[], Any]] | None = peer, future, call
-        while one is not None:
-            peer, future, call = one
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as e:
-                    future.set_exception(e)
-            one = self._next(peer)
-
-    def _next(self, done: Hashable) -> tuple[Hashable, Future, Callable[[], Any]] | None:
-        """What to do after a call to ``done``; None ends the thread that asks."""
-        with self._lock:
-            self._let_go(done)
-            peer = min(self._waiting, key=lambda one: self._under_way.get(one, 0), default=None)
-            if peer is None or self._under_way.get(peer, 0) >= AT_ONCE:
-                self._threads -= 1
-                return None
-            return peer, *self._take(peer)
+def receive(route: str, told: Any) -> None:
+    """Hand a message to who listens. Raises ValueError for what cannot be meant, and as the listener does."""
+    said: dict[str, Any] = told if isinstance(told, dict) else {}
+    rooms: Any = said.get("rooms", [said.get("room")])
+    if not isinstance(rooms, list) or not 0 < len(rooms) <= MOST or not all(map(is_room, rooms)):
+        raise ValueError(f"{route[1:]}: rooms must be a list of up to {MOST} numbers from 1 to 2**63 - 1")
+    fields: dict[str, Any] = {name: said.get(name) for name in FIELDS[route]}
+    for name, kind in FIELDS[route].items():
+        if type(fields[name]) is not kind:
+            raise ValueError(f"{route[1:]}: {name} must be a {kind.__name__}")
+        if kind is str:
+            # JSON may hold half a character, with which no client could be answered.
+            fields[name] = fields[name][:MOST_CHARACTERS].encode(errors="replace").decode()
+    if route not in _listeners:
+        raise NotNow("this prefill is starting")
+    _listeners[route](rooms, **fields)

@@ -18,7 +18,6 @@ from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
-from sglang.srt.disaggregation.computed_rooms import COMPUTED
 from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.kv_weights import know_weights
@@ -26,6 +25,7 @@ from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.refusal import AT_FAULT
+from sglang.srt.disaggregation.room_notes import COMPUTED
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache

@@ -203,13 +203,9 @@ class PrefillDeltas:
         req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
-            if hasattr(receiver, "prompt"):
-                # 0: its prefill compares nothing, 1: digests, 2: or lengths.
-                compares = receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
-                if compares and self._compares:
-                    receiver.prompt = PROMPT, prompt_digests(req)
-                elif compares > 1:
-                    receiver.prompt = PROMPT, len(req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
+            if hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts:
+                length = len(req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
+                receiver.prompt = PROMPT, prompt_digests(req) if self._compares else length
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

@@ -16,6 +16,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.room_notes import remember
 
 if TYPE_CHECKING:
@@ -68,10 +69,5 @@ class RefusedPairs:
         """
         # In each step of a prefill, so by the shorter of the two. In one go: a thread adds to what is asked for.
         rooms = [room for room in self._reqs.keys() & asked.keys() if asked.get(room) and room not in live]
-        return [room for room in rooms if not _has_flag(asked.get(room, {}))]
-
-
-def _has_flag(asked: Mapping[str, Any]) -> bool:
-    """Whether a decode worker with the flag has asked: it has been told of the refusal."""
-    # A copy in one go: the thread that reads messages adds to it.
-    return any(getattr(info, "names_prefix", False) for info in list(asked.values()))
+        # Not if a decode worker with the flag has asked, which has been told. Copies, too.
+        return [room for room in rooms if not names_prefix(list(asked.get(room, {}).values()))]

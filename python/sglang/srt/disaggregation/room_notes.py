@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["COMPUTED", "RoomNotes", "is_room", "remember"]
+__all__ = ["COMPUTED", "ComputedReq", "RoomNotes", "is_room", "remember"]
 
+# Rooms of which something is remembered, in each book; and seconds for which it is, of one that the other worker
+# computes or knows of a rank for, whose request may be on its way.
+MOST, REMEMBERED_S = 65536, 60.0
 # Why a request ends on prefill that it works on when decode says so.
 COMPUTED = "decode computes it itself"
 
 Note = TypeVar("Note")
+
+
+@dataclass
+class ComputedReq:
+    """To prefill's scheduler: decode computes the prompt of this room, which the front has sent with this rid."""
+
+    room: int
+    rid: str
 
 
 def is_room(room: Any) -> bool:
@@ -32,10 +44,10 @@ def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
 
 
 class RoomNotes(Generic[Note]):
-    """One note for each of the last ``most`` rooms, or rids, kept for ``seconds``."""
+    """One note for each of the last `MOST` rooms, or rids, kept for ``seconds``."""
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self._most, self._seconds = most, seconds
+    def __init__(self, seconds: float = REMEMBERED_S) -> None:
+        self._seconds = seconds
         self._notes: OrderedDict[int | str | None, tuple[Note, float]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -43,7 +55,7 @@ class RoomNotes(Generic[Note]):
 
     def note(self, room: int | str, note: Note) -> None:
         """Remember it. The oldest is forgotten first."""
-        remember(self._notes, room, (note, time.monotonic() + self._seconds), self._most)
+        remember(self._notes, room, (note, time.monotonic() + self._seconds), MOST)
 
     def of(self, room: int | str | None) -> Note | None:
         """The note on ``room``; None if there is none, or it has expired."""

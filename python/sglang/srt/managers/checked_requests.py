@@ -10,12 +10,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
-from sglang.srt.disaggregation import computed_rooms, refusal
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, MOST_CHARACTERS, REFUSED_ROUTE, NotNow, listen
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers.computed_answers import ComputedAnswers
@@ -34,7 +35,7 @@ Base: Any = object
 def reason_of(error: Exception) -> str:
     """What an error says, for another worker; an image that could not be read may be all of the message."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
-    return str(said or repr(error))[: refusal.MOST_CHARACTERS]
+    return str(said or repr(error))[:MOST_CHARACTERS]
 
 
 def endpoint_of(request: Any) -> str:
@@ -58,8 +59,8 @@ class CheckedRequests(Base):
         # The states of each request that is being served, by its identity.
         self.own_states: dict[int, dict[str, Any]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            refusal.listen(self._on_refused_by_decode)
-            computed_rooms.listen(self._on_computed_by_decode)
+            listen(REFUSED_ROUTE, partial(self._on_loop, self._refuse_rooms))
+            listen(COMPUTED_ROUTE, partial(self._on_loop, self._note_computed))
 
     @cached_property
     def computed(self) -> ComputedAnswers:
@@ -83,7 +84,7 @@ class CheckedRequests(Base):
             # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
             # Nor has the scheduler been told of a prompt that decode computes, which has been answered.
             known = states and all(state.sent or state.finished for state in states.values())
-            refused = not known and (not isinstance(e, HTTPException) or getattr(obj, "unreached", False))
+            refused = not known and (not isinstance(e, HTTPException) or isinstance(e, samples.PrefillUnreachable))
             # The failure of one sample is the answer to all.
             end_others = refused or bool(getattr(obj, "samples", 0))
             # First, or the peer would learn only of the others' end.
@@ -208,15 +209,6 @@ class CheckedRequests(Base):
         if rid in self.rid_to_state:
             self.rid_to_state[rid].sent = True
 
-    async def _wait_one_response(self, obj, state, request=None):
-        """What decode has refused is the client's error, also if the scheduler learnt of it too late."""
-        try:
-            async for out in super()._wait_one_response(obj, state, request):
-                yield out
-        except HTTPException:
-            self._check_room(getattr(obj, "bootstrap_room", None))
-            raise
-
     # ---- adapters ----
 
     async def _release_adapters(self, lora_ids: list[str | None] | None) -> None:
@@ -268,9 +260,8 @@ class CheckedRequests(Base):
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return []
         served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
-        decodes = self.disaggregation_mode == DisaggregationMode.DECODE
-        refused = refusal.rooms_refused(obj, served, decodes)
-        if decodes:
+        refused = refusal.rooms_refused(obj, served)
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
             return refusal.tell_prefills(refused, self.server_args.disaggregation_bootstrap_port, reason)
         rooms = []
         for room, _, _ in refused:
@@ -279,20 +270,18 @@ class CheckedRequests(Base):
         refusal.name_rank(self.server_args, rooms, dp_rank=0)  # All ranks have been told.
         return []
 
-    def _on_computed_by_decode(self, room: int) -> None:
-        self._on_loop(self.computed.note, self.computed.note, room)
-
-    def _on_refused_by_decode(self, room: int, reason: str) -> None:
-        self._on_loop(self._refuse_room, self.refused_rooms.note, room, reason)
-
-    def _on_loop(self, call: Callable, early: Callable, *args: Any) -> None:
-        """Called on the bootstrap server's thread. early: what to do before anything has been served."""
+    def _on_loop(self, call: Callable, *args: Any, **said: Any) -> None:
+        """Called on the bootstrap server's thread. Without a warm-up, there is no loop before the first request."""
         if self.event_loop is None:
-            early(*args)
-        else:
-            self.event_loop.call_soon_threadsafe(call, *args)
+            raise NotNow("this prefill has served nothing yet")
+        self.event_loop.call_soon_threadsafe(partial(call, *args, **said))
 
-    def _refuse_room(self, room: int, reason: str) -> None:
-        logger.info("Decode has refused room %s: %s", room, reason)
-        self.refused_rooms.note(room, reason)
-        self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=True))
+    def _note_computed(self, rooms: list[int]) -> None:
+        for room in rooms:
+            self.computed.note(room)
+
+    def _refuse_rooms(self, rooms: list[int], reason: str) -> None:
+        for room in rooms:
+            logger.info("Decode has refused room %s: %s", room, reason)
+            self.refused_rooms.note(room, reason)
+            self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=True))

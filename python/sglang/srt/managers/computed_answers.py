@@ -9,8 +9,7 @@ import asyncio
 from typing import Any
 from weakref import WeakValueDictionary
 
-from sglang.srt.disaggregation.computed_rooms import ComputedReq, ComputedRooms
-from sglang.srt.disaggregation.room_notes import is_room
+from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes, is_room
 
 __all__ = ["ComputedAnswers"]
 
@@ -20,8 +19,9 @@ class ComputedAnswers:
 
     def __init__(self, manager: Any):
         self._manager = manager
-        # Those whose requests have not come, or have not been sent to the scheduler.
-        self.rooms = ComputedRooms()
+        # Those whose requests have not come, or have not been sent to the scheduler; each of one request. Who uses the
+        # room again means another.
+        self.rooms: RoomNotes[bool] = RoomNotes()
         # The rids of requests that are under way, by room. Their states hold the set: two may be of one room.
         self._rids: WeakValueDictionary[int, set[str]] = WeakValueDictionary()
 
@@ -34,7 +34,7 @@ class ComputedAnswers:
             self._manager.send_to_scheduler.send_pyobj(ComputedReq(room, rid))
             self._end(rid, state, state.prompt_tokens)
         if not waiting:
-            self.rooms.note(room)
+            self.rooms.note(room, True)
 
     def answers(self, tokenized_obj: Any, of_batch: bool = False) -> bool:
         """Whether a request that is about to be sent need not be: it is answered.

@@ -24,7 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
-from sglang.srt.disaggregation.refusal import MOST_PROMPTS
 from sglang.srt.disaggregation.room_notes import is_room
 from sglang.srt.managers import gateway_notice
 from sglang.srt.managers.request_checks import MAX_SAMPLES
@@ -90,7 +89,7 @@ def brings_work(scope: Message) -> bool:
 
 
 def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
-    """The rooms of a request, with their hosts and ports, in parts of `MOST_PROMPTS`; nothing of what is none.
+    """The rooms of a request, with their hosts and ports; nothing of what is none.
 
     No more than `MOST_ROOMS`: a small body may name millions.
     samples: also the rooms of its samples, for which decode would ask prefill.
@@ -99,7 +98,7 @@ def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
         said = json.loads(body)
     except ValueError:
         return
-    if not isinstance(said, dict) or said.get("bootstrap_room") is None:
+    if not isinstance(said, dict) or said.get("bootstrap_room") in (None, []):
         return
     rooms = said["bootstrap_room"]
     rooms = rooms[:MOST_ROOMS] if isinstance(rooms, list) else [rooms]
@@ -110,13 +109,8 @@ def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
         # Prefill tells its scheduler, which needs no addresses.
         sampled = (sample_room(room, i) for room in rooms if is_room(room) for i in range(n))
         rooms = rooms + list(islice(sampled, MOST_ROOMS - len(rooms) + 1))
-    for first_of_part in range(0, len(rooms), MOST_PROMPTS):
-        part = slice(first_of_part, first_of_part + MOST_PROMPTS)
-        host, port = (
-            value[part] if isinstance(value, list) else value
-            for value in (said.get("bootstrap_host"), said.get("bootstrap_port"))
-        )
-        yield SimpleNamespace(bootstrap_room=rooms[part], bootstrap_host=host, bootstrap_port=port, samples=0)
+    at = {name: said.get(name) for name in ("bootstrap_host", "bootstrap_port")}
+    yield SimpleNamespace(bootstrap_room=rooms, **at, samples=0)
 
 
 class Door:

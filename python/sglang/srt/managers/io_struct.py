@@ -23,9 +23,8 @@ class GenerateReqInput(engine.GenerateReqInput):
     # Without annotations: these are not fields, of which the client sets any.
     # Samples of each prompt, when each has become a prompt of its own (`give_rooms`); else 0.
     samples = 0
-    # Then the rooms of the prompts, and on decode whether prefill has been told.
+    # Then the rooms of the prompts.
     request_rooms = ()
-    announced = False
 
     def normalize_batch_and_arguments(self) -> None:
         """Refuses samples by the million, and gives a name to a request whose name is empty.

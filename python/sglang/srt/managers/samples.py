@@ -18,15 +18,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.common.authentication import SignedRequests
-from sglang.srt.disaggregation.peer_calls import PeerCalls, TooManyCalls
+from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, NotNow, Unanswered, ask
 from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
@@ -37,25 +35,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 __all__ = [
-    "CannotServeNow",
     "DERIVATION",
     "PrefillUnreachable",
-    "SAMPLE_ROUTE",
     "SampleRooms",
     "SamplesHaveRooms",
     "Announcement",
     "announce",
     "first_answer",
     "give_rooms",
-    "take_announcement",
-    "listen",
     "names_of",
     "sample_room",
     "samples_asked",
 ]
 
-# On a prefill's bootstrap server, which lives in the process of its tokenizer manager.
-SAMPLE_ROUTE = "/sample_rooms"
 # How rooms follow from a room; another way would have another number.
 DERIVATION = 1
 # Rooms that are congruent modulo this are on the same rank of every DP size that divides it: all to 16, 2^n to 256.
@@ -63,12 +55,6 @@ DERIVATION = 1
 STRIDE = 11_531_520
 # Multiples of it below 2**63, the end of what a room may be.
 MULTIPLES = 2**63 // STRIDE
-# Announcements that are remembered for requests that come later.
-REMEMBERED = 65536
-# Seconds that a prefill has to answer an announcement.
-ANSWER_S = 5.0
-# And for which an announcement waits for those before it.
-QUEUED_S = 5.0
 
 # Of a request after the engine's normalisation: what has an entry for each prompt, at least, if it is a list.
 _LISTS = (
@@ -94,8 +80,6 @@ _LISTS = (
     "bootstrap_pair_key",
     "decode_tp_size",
 )
-
-_announcers = PeerCalls("announce-samples")
 
 
 def sample_room(room: int, index: int) -> int:
@@ -174,8 +158,11 @@ def names_of(rid: str | list[str] | None, sampled: Sequence[str], taken: Mapping
 # ---- decode ----
 
 
-class PrefillUnreachable(Exception):
-    """A prefill does not answer."""
+class PrefillUnreachable(HTTPException):
+    """A prefill does not answer. It may have heard all the same, and wait for what is not asked for."""
+
+    def __init__(self, addr: str, why: Any) -> None:
+        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, f"prefill {addr} cannot be told of samples: {why}")
 
 
 async def announce(obj: GenerateReqInput, default_port: int) -> None:
@@ -184,43 +171,29 @@ async def announce(obj: GenerateReqInput, default_port: int) -> None:
     default_port: of a bootstrap server of which the request names none.
     Raises ValueError, which says why, if a prefill gives them none, and `PrefillUnreachable`.
     """
-    rooms: dict[tuple[str, int], list[int]] = {}
+    rooms: dict[str, list[int]] = {}
     for i, room in enumerate(obj.request_rooms):
         host, port = obj.bootstrap_host[i * obj.samples], obj.bootstrap_port[i * obj.samples]
         if room and host and host != FAKE_BOOTSTRAP_HOST:
-            rooms.setdefault((host, port or default_port), []).append(room)
-    await asyncio.gather(*(_begin(*at, of) for at, of in rooms.items()))
+            addr = NetworkAddress(host, port or default_port).to_host_port_str()
+            rooms.setdefault(addr, []).append(room)
+    await asyncio.gather(*(_announce(addr, of) for addr, of in rooms.items()))
 
 
-async def _begin(host: str, port: int, rooms: Sequence[int]) -> None:
-    """Announce these when those before them have been, to a prefill that answers."""
+async def _announce(addr: str, rooms: Sequence[int]) -> None:
     try:
-        answer = _announcers.submit((host, port), partial(_announce, host, port, rooms))
-        await asyncio.wait_for(asyncio.wrap_future(answer), QUEUED_S + ANSWER_S)
-    except (TooManyCalls, asyncio.TimeoutError) as e:
-        raise PrefillUnreachable(f"prefill {host}:{port} cannot be told of samples: it does not answer") from e
-
-
-def _announce(host: str, port: int, rooms: Sequence[int]) -> None:
-    try:
-        reply = SignedRequests().post(
-            NetworkAddress(host, port).to_url() + SAMPLE_ROUTE,
-            json={"rooms": rooms, "derivation": DERIVATION},
-            timeout=ANSWER_S,
-        )
-    except Exception as e:
-        raise PrefillUnreachable(f"prefill {host}:{port} cannot be told of samples: {type(e).__name__}: {e}") from e
-    if reply.status_code in (404, 405):
+        status, said = await asyncio.wrap_future(ask(addr, SAMPLE_ROUTE, rooms, derivation=DERIVATION))
+    except Unanswered as e:
+        raise PrefillUnreachable(addr, e) from e
+    if status in (404, 405):
         raise ValueError(
-            f"n must be 1: prefill {host}:{port} gives samples no rooms of their own. Install this sglang-pd-radix "
+            f"n must be 1: prefill {addr} gives samples no rooms of their own. Install this sglang-pd-radix "
             "there too, or send the request n times."
         )
-    if reply.status_code == 400:
-        raise ValueError(reply.text)
-    if reply.status_code != 200:
-        raise PrefillUnreachable(
-            f"prefill {host}:{port} cannot be told of samples: status {reply.status_code}, {reply.text[:200]}"
-        )
+    if status == 400:
+        raise ValueError(said)
+    if status != 200:
+        raise PrefillUnreachable(addr, f"status {status}, {said[:200]}")
 
 
 # ---- prefill ----
@@ -228,10 +201,6 @@ def _announce(host: str, port: int, rooms: Sequence[int]) -> None:
 
 class SamplesHaveRooms(Exception):
     """Decode has announced the samples of a request that was begun as the engine begins it."""
-
-
-class CannotServeNow(Exception):
-    """This prefill has refused a request that is not at fault: with another it may go well."""
 
 
 class Announcement:
@@ -277,47 +246,41 @@ class SampleRooms:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Until when announcements hold whose request has not come.
-        self._told: OrderedDict[int, float] = OrderedDict()
+        # Announcements whose request has not come. It does not come later than this: decode has given it up.
+        self._told: RoomNotes[bool] = RoomNotes(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         self._announcements: dict[int, Announcement] = {}
         # Requests that this prefill has refused, which decode may announce later, and whether they are at fault.
-        self._refused: RoomNotes[tuple[str, bool]] = RoomNotes(refusal.REMEMBERED, refusal.REMEMBERED_S)
+        self._refused: RoomNotes[tuple[str, bool]] = RoomNotes(refusal.REMEMBERED_S)
 
-    def announced(self, rooms: Sequence[int]) -> str | None:
-        """Decode has announced the samples of the requests of ``rooms``. Returns why they cannot be served, or None.
+    def announced(self, rooms: Sequence[int], derivation: int = DERIVATION) -> None:
+        """Decode has announced the samples of the requests of ``rooms``.
 
-        Raises `CannotServeNow` where this prefill has refused one that is not at fault.
+        Raises ValueError, which says why, if they cannot be served, and `NotNow` where this prefill has refused one
+        that is not at fault.
         """
+        if derivation != DERIVATION:
+            raise ValueError(
+                f"n must be 1: decode derives the rooms of samples in another way (derivation {derivation}, prefill "
+                f"has {DERIVATION}). Install the same sglang-pd-radix on both."
+            )
         with self._lock:
-            announcements = [
-                announcement for room in rooms if (announcement := self._announcements.get(room)) is not None
-            ]
-            for room in rooms:
-                reason, at_fault = self._refused.of(room) or (None, True)
-                if not at_fault:
-                    raise CannotServeNow(reason)
-                if reason is not None:
-                    return reason
+            for reason, at_fault in filter(None, map(self._refused.of, rooms)):
+                raise ValueError(reason) if at_fault else NotNow(reason)
+            announcements = [self._announcements[room] for room in rooms if room in self._announcements]
             if any(announcement.too_late for announcement in announcements):
-                return "prefill serves this bootstrap_room for a decode worker that gives samples no rooms of their own"
-            now = time.monotonic()
-            # A request that has not come by then does not come: decode has given it up.
-            until = now + envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+                raise ValueError(
+                    "prefill serves this bootstrap_room for a decode worker that gives samples no rooms of their own"
+                )
             for room in rooms:
-                self._told.pop(room, None)
-                self._told[room] = until
-            while self._told and (len(self._told) > REMEMBERED or next(iter(self._told.values())) < now):
-                self._told.popitem(last=False)
+                self._told.note(room, True)
             for announcement in announcements:
                 announcement.tell()
-            return None
 
     def expect(self, rooms: Sequence[int]) -> Announcement:
         """A request of ``rooms`` has come: whether its samples have been announced, now or later."""
         announcement = Announcement()
         with self._lock:
-            now = time.monotonic()
-            if any(self._told.get(room, 0.0) >= now for room in rooms):
+            if any(map(self._told.of, rooms)):
                 announcement.tell()
             for room in rooms:
                 self._announcements[room] = announcement
@@ -330,7 +293,7 @@ class SampleRooms:
                 if self._announcements.get(room) is announcement:
                     del self._announcements[room]
                 if announcement.told:
-                    self._told.pop(room, None)
+                    self._told.take(room)
 
     def refuse(self, rooms: Sequence[int], reason: str, at_fault: bool) -> None:
         """A request of ``rooms`` is refused here; decode learns of it when it announces its samples.
@@ -346,32 +309,3 @@ class SampleRooms:
         with self._lock:
             announcement.too_late = not announcement.told
             return announcement.too_late
-
-
-_listener: SampleRooms | None = None
-
-
-def listen(listener: SampleRooms) -> None:
-    """Have ``listener`` hear what decode announces to the bootstrap server of this process."""
-    global _listener
-    _listener = listener
-
-
-def take_announcement(told: Any) -> None:
-    """Take an announcement. Raises ValueError for what cannot be meant or served, and `CannotServeNow`."""
-    rooms = told.get("rooms") if isinstance(told, dict) else None
-    if not isinstance(rooms, list) or not rooms or not all(map(is_room, rooms)):
-        raise ValueError("an announcement of samples has rooms")
-    if told.get("derivation") != DERIVATION:
-        raise ValueError(
-            f"n must be 1: decode derives the rooms of samples in another way (derivation {told.get('derivation')!r}, "
-            f"prefill has {DERIVATION}). Install the same sglang-pd-radix on both."
-        )
-    if _listener is None:
-        raise ValueError(
-            "n must be 1: this prefill has several tokenizer processes, and cannot tell them of samples. "
-            "Start it without --tokenizer-worker-num, or send the request n times."
-        )
-    reason = _listener.announced(rooms)
-    if reason is not None:
-        raise ValueError(reason)

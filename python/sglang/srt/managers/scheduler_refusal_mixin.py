@@ -11,7 +11,6 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.computed_rooms import REMEMBERED, REMEMBERED_S, ComputedReq
 from sglang.srt.disaggregation.lost_requests import LostReqs, MessageAhead
 from sglang.srt.disaggregation.refusal import (
     RefusedReq,
@@ -22,7 +21,7 @@ from sglang.srt.disaggregation.refusal import (
     words_for_decode,
 )
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
-from sglang.srt.disaggregation.room_notes import RoomNotes
+from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
 from sglang.srt.managers.batch_failures import check_processor
 from sglang.srt.managers.io_struct import AbortReq
@@ -48,7 +47,7 @@ class SchedulerRefusalMixin(Base):
     # What this prefill has refused, and decode without the flag may ask for.
     refused_pairs = RefusedPairs()
     # The rooms of requests that have been answered, since decode computes them, and had not come by then; by rid.
-    answered: RoomNotes[int] = RoomNotes(REMEMBERED, REMEMBERED_S)
+    answered: RoomNotes[int] = RoomNotes()
 
     def init_request_dispatcher(self) -> None:
         """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
@@ -231,7 +230,7 @@ class SchedulerRefusalMixin(Base):
         if manager.attn_tp_rank == manager.attn_cp_rank == manager.pp_rank == 0:
             # As it is registered.
             rank = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
-            name_rank(manager.server_args, [room], rank, host, to_all=room in self.refused_pairs)
+            name_rank(manager.server_args, [room], rank, host)
 
 
 def _check_grammar(req: Any) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from http import HTTPStatus
 
-from fastapi import HTTPException
-from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.decode_prefix import compares_prompts, prompt_digest
+from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, listen
 from sglang.srt.disaggregation.refusal import blames_request
+from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
@@ -56,7 +55,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         # Of requests with samples, by what the client calls them: what their samples are called.
         self.rids_of_samples: dict[str, list[str]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            samples.listen(self.samples)
+            listen(SAMPLE_ROUTE, self.samples.announced)
 
     def _create_tokenized_object(self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, *args, **kwargs):
         """With PD, makes the digest by which the workers compare a prompt, if they do; see `prompt_digests`."""
@@ -224,12 +223,9 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             try:
                 await samples.announce(obj, self.server_args.disaggregation_bootstrap_port)
             except samples.PrefillUnreachable as e:
-                # Prefill is told as of a refusal: it may have heard, and waits for what is not asked for.
-                obj.unreached = True
                 if obj.stream and endpoint_of(request) in OWN_STREAMS:
-                    raise ValueError(str(e)) from e
-                raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, str(e)) from e
-            obj.announced = True
+                    raise ValueError(e.detail) from e
+                raise
         async for out in super()._handle_batch_request(obj, request):
             yield out
 

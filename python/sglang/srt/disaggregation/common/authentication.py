@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -178,55 +178,62 @@ class NotTrusted(requests.RequestException):
     """A bootstrap server and this worker have not the same secret."""
 
 
-class _Signed(requests.auth.AuthBase):
-    """Signs a request, and believes only a signed answer to it."""
+class SignedCall:
+    """One request to a bootstrap server: with a secret it is signed, and only a signed answer to it is believed."""
 
-    def __init__(self, key: Secret):
-        self._key = key
+    def __init__(self, method: str, path: str, body: bytes):
+        self._key = secret()
+        self._tag = "" if self._key is None else self._key.sign(_of_request(method, path, body), "request").hex()
+        self.headers = {HEADER: self._tag} if self._tag else {}
+
+    def check(self, url: str, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+        """Raise NotTrusted for an answer that is not to be believed."""
+        if self._key is None:
+            return
+        try:
+            parts = [self._tag.encode(), b"%d" % status, content]
+            self._key.verify(parts, "answer", _from_hex(headers.get(HEADER)))
+        except ValueError as e:
+            raise NotTrusted(
+                f"{url} answered with status {status}, and {e}. Have all workers the same {VARIABLE}?"
+            ) from None
+
+
+class _Signed(requests.auth.AuthBase):
+    """`SignedCall` for what the engine sends."""
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         body = request.body or b""
         assert isinstance(body, bytes), "the engine sends JSON only"
-        parts = _of_request(request.method or "", request.path_url, body)
-        tag = request.headers[HEADER] = self._key.sign(parts, "request").hex()
-        request.register_hook("response", lambda reply, **_: self._check(reply, tag))
+        call = SignedCall(request.method or "", request.path_url, body)
+        request.headers.update(call.headers)
+        request.register_hook(
+            "response", lambda reply, **_: call.check(reply.url, reply.status_code, reply.content, reply.headers)
+        )
         return request
 
-    def _check(self, reply: requests.Response, tag: str) -> None:
-        try:
-            parts = [tag.encode(), b"%d" % reply.status_code, reply.content]
-            self._key.verify(parts, "answer", _from_hex(reply.headers.get(HEADER)))
-        except ValueError as e:
-            raise NotTrusted(
-                f"{reply.url} answered with status {reply.status_code}, and {e}. Have all workers the same {VARIABLE}?"
-            ) from None
+
+def _auth() -> dict[str, Any]:
+    return {} if secret() is None else {"auth": _Signed()}
 
 
 class SignedRequests:
     """Stands for the module ``requests`` where the engine asks a bootstrap server: with a secret, it signs."""
-
-    def __init__(self, session: Any = requests):
-        """session: that sends them, such as a `requests.Session`, which keeps its connections."""
-        self._session = session
 
     def __getattr__(self, name: str) -> Any:
         return getattr(requests, name)
 
     def get(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.get``."""
-        return self._session.get(url, **kwargs, **self._auth())
+        return requests.get(url, **kwargs, **_auth())
 
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``."""
-        return self._session.put(url, **kwargs, **self._auth())
+        return requests.put(url, **kwargs, **_auth())
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.post``."""
-        return self._session.post(url, **kwargs, **self._auth())
-
-    def _auth(self) -> dict[str, Any]:
-        key = secret()
-        return {} if key is None else {"auth": _Signed(key)}
+        return requests.post(url, **kwargs, **_auth())
 
 
 def unreadable(request: web.Request, error: Exception) -> web.Response:

@@ -15,14 +15,13 @@ from typing import Any
 import requests
 from aiohttp import web
 from sglang.srt import server_args
-from sglang.srt.disaggregation import computed_rooms, refusal
+from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.common.authentication import SignedRequests, middleware, secret, unreadable
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
+from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.environ import envs
-from sglang.srt.managers import samples
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +32,6 @@ RANK_VERSION, RANK_DEVICE = "decode_prefix_version", "device"
 _WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
 # Where decode asks which DP ranks have its rooms; what it adds where it understands that one has refused a room.
 RANKS_ROUTE, HEARS_REFUSALS = "/query_dp_ranks", "hears_refusals"
-# Rooms that this prefill has refused whose DP ranks are remembered, and seconds for which they are: decode asks for
-# them as soon as it has the request.
-MOST_REFUSED, REFUSED_S = 65536, 60.0
 
 
 def _own_timeouts() -> dict[str, int]:
@@ -68,24 +64,20 @@ class RefusedRanks:
     """Which DP ranks of this prefill know of rooms that were refused before a sender could say which rank has them."""
 
     def __init__(self) -> None:
-        self._ranks: RoomNotes[tuple[int, bool]] = RoomNotes(MOST_REFUSED, REFUSED_S)
+        # Decode asks for them as soon as it has the request.
+        self._ranks: RoomNotes[int] = RoomNotes()
 
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def take(self, told: Any) -> None:
-        """Note what a process of this prefill says (`refusal.name_rank`). Raises ValueError for what is none."""
-        said: dict[str, Any] = told if isinstance(told, dict) else {}
-        rooms, rank = said.get("rooms"), said.get("dp_rank")
-        if not isinstance(rooms, list) or not all(map(is_room, rooms)) or type(rank) is not int or rank < 0:
-            raise ValueError("a DP rank that knows of refused rooms, or one of these, is not a number")
+    def note(self, rooms: Sequence[int], dp_rank: int) -> None:
+        """A process of this prefill says it (`refusal.name_rank`). Raises ValueError for what is no rank."""
+        if dp_rank < 0:
+            raise ValueError("dp_rank must be 0 or more")
         for room in rooms:
-            self._ranks.note(room, (rank, bool(said.get("to_all"))))
+            self._ranks.note(room, dp_rank)
 
-    def find(self, rooms: Iterable[int], hears: bool) -> dict[str, int]:
-        """The ranks of those of ``rooms`` that are known here. hears: decode understands a refusal."""
-        found = {int(room): self._ranks.of(int(room)) for room in rooms}
-        return {str(room): note[0] for room, note in found.items() if note is not None and (hears or note[1])}
+    def find(self, rooms: Iterable[int]) -> dict[str, int]:
+        """The ranks of those of ``rooms`` that are known here."""
+        found = {str(room): self._ranks.of(int(room)) for room in rooms}
+        return {room: rank for room, rank in found.items() if rank is not None}
 
     @web.middleware
     async def add(
@@ -96,7 +88,7 @@ class RefusedRanks:
         if request.path != RANKS_ROUTE or reply.status != 200 or not isinstance(reply, web.Response):
             return reply
         asked, known = await request.json(), json.loads(reply.text or "{}")
-        found = self.find(asked["bootstrap_rooms"], bool(asked.get(HEARS_REFUSALS)))
+        found = self.find(asked["bootstrap_rooms"])
         return web.json_response({**found, **known}) if found.keys() - known.keys() else reply
 
 
@@ -194,27 +186,10 @@ def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[s
     async def decode_prefix(request: web.Request) -> web.Response:
         return web.json_response(await capabilities())
 
-    async def refused_room(request: web.Request) -> web.Response:
-        return await _take(request, refusal.take_refusal)
-
-    async def refused_rank(request: web.Request) -> web.Response:
-        return await _take(request, ranks.take)
-
-    async def computed_room(request: web.Request) -> web.Response:
-        return await _take(request, computed_rooms.receive)
-
-    async def sample_rooms(request: web.Request) -> web.Response:
-        try:
-            return await _take(request, samples.take_announcement)
-        except samples.CannotServeNow as e:
-            # Not 400, which a router takes for the client's error. To any decode worker this is a prefill that fails.
-            return web.Response(text=str(e), status=503)
-
+    peer_calls.listen(peer_calls.REFUSED_RANK_ROUTE, ranks.note)
     app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
-    app.router.add_post(refusal.REFUSED_ROUTE, refused_room)
-    app.router.add_post(refusal.REFUSED_RANK_ROUTE, refused_rank)
-    app.router.add_post(computed_rooms.COMPUTED_ROUTE, computed_room)
-    app.router.add_post(samples.SAMPLE_ROUTE, sample_rooms)
+    for route in peer_calls.FIELDS:
+        app.router.add_post(route, _take)
 
 
 async def capabilities(
@@ -271,11 +246,14 @@ def _fronts() -> int:
     return getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
 
 
-async def _take(request: web.Request, take: Callable[[Any], None]) -> web.Response:
+async def _take(request: web.Request) -> web.Response:
     try:
-        take(await request.json())
+        peer_calls.receive(request.path, await request.json())
     except web.RequestPayloadError as e:
         return unreadable(request, e)
+    except peer_calls.NotNow as e:
+        # Not 400, which a router takes for the client's error. To any decode worker this is a prefill that fails.
+        return web.Response(text=str(e), status=503)
     except (ValueError, LookupError, RecursionError) as e:
         # LookupError: of an unknown charset.
         return web.Response(text=str(e), status=400)

@@ -7,13 +7,35 @@ Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 from __future__ import annotations
 
 import logging
+import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.common.peer_liveness import is_address
-from sglang.srt.disaggregation.peer_calls import in_background
 
 logger = logging.getLogger(__name__)
+
+# A scheduler asks in each step, thousands of times a second: seconds between two lines that say why it cannot.
+SAY_AGAIN_S = 10.0
+_said_at = -math.inf
+
+
+def in_background(work: Callable[[], None], name: str) -> str | None:
+    """Start ``work`` in a thread of its own. Returns why that cannot be done, if so.
+
+    Requests name peers, and one of many may have as many threads as the system lets it: a scheduler goes on.
+    """
+    try:
+        threading.Thread(target=work, daemon=True, name=name).start()
+    except RuntimeError as e:
+        global _said_at
+        if time.monotonic() - _said_at >= SAY_AGAIN_S:
+            _said_at = time.monotonic()
+            logger.error("Peers cannot be asked now: %s", e)
+        return str(e)
+    return None
 
 
 class RankAnswers:

@@ -6,7 +6,6 @@ Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that wa
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -44,9 +43,6 @@ class Books(Protocol):
     rooms: Rooms
     transfer_infos: dict[int, Any]
 
-    @property
-    def transfer_timeout(self) -> float: ...
-
     def end_room(self, room: int, reason: str | None = None) -> None: ...
 
     def forget(self, room: int) -> None: ...
@@ -57,8 +53,6 @@ class Unclaimed:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        # Of what decode workers without the flag have asked for, by room: what that is, and since when it is known.
-        self._seen: dict[int, tuple[list[Any], float]] = {}
 
     def rooms(self) -> list[int]:
         """Which they are. Takes the rooms' lock, for `AT_ONCE` of what has been asked for at a time."""
@@ -79,38 +73,6 @@ class Unclaimed:
                     books.end_room(room)
                     books.forget(room)
                     books.rooms.refuse(room, reason)
-
-    def expire(self) -> None:
-        """Forget what decode workers without the flag have asked for and must have given up.
-
-        They do not say so, and nobody looks after them. Their rooms may be used again.
-        """
-        now, rooms = time.monotonic(), self.rooms()
-        for room in self._seen.keys() - set(rooms):
-            del self._seen[room]
-        for first in range(0, len(rooms), AT_ONCE):
-            with self._books.rooms.lock:
-                for room in rooms[first : first + AT_ONCE]:
-                    self._expire(room, now)
-
-    def _expire(self, room: int, now: float) -> None:
-        books = self._books
-        asked = books.transfer_infos.get(room)
-        infos = [] if asked is None else list(asked.values())
-        with_flag = any(getattr(info, "names_prefix", False) for info in infos)
-        if asked is None or room in books.rooms.live or with_flag:
-            # Gone or begun meanwhile, or one that says itself when it gives up.
-            self._seen.pop(room, None)
-            return
-        before, since = self._seen.get(room, ([], now))
-        if [*map(id, before)] != [*map(id, infos)]:
-            # It has been asked for anew, or by another rank.
-            since = now
-        self._seen[room] = infos, since
-        if now - since >= books.transfer_timeout:
-            books.end_room(room)
-            books.forget(room)
-            del self._seen[room]
 
 
 class DecodeWatch:
@@ -140,7 +102,6 @@ class DecodeWatch:
     def check(self) -> None:
         """Fail what is lost. Called again and again, by which it is also found out whether this worker stood still."""
         self._rooms.pulse.beat()
-        self._unclaimed.expire()
         # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
         lost = {rank: loss for rank, loss in self._peers.lost().items() if rank in self._peers.reached}
         self._told -= self._peers.connected

@@ -18,9 +18,9 @@ from typing import Any
 from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.common.peer_liveness import host_and_port, nothing_listens
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.peer_calls import in_background
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Capabilities:
     drafts: str = ""
     draft_model: str = ""
     reads: int = 0
-    prompts: int = 0
+    prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
@@ -82,9 +82,6 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     """
     version = int(answer["version"])
     drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
-    if needs_state and not answer.get("state"):
-        # On a full hit it would not send the state, and this worker would wait for it.
-        version = 0
     takes = version == DECODE_PREFIX_VERSION
 
     def can(*names: str) -> bool:
@@ -100,7 +97,7 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     reads = 0 if needs_state else number("reads")
     devices = frozenset(map(str, answer.get("devices") or ()))
-    return Capabilities(version, *each, drafts, draft_model, reads, number("prompts"), *waits, all_cp_ranks, devices)
+    return Capabilities(version, *each, drafts, draft_model, reads, can("prompts"), *waits, all_cp_ranks, devices)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
