@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 #: A record says what was run when it was run; of those only the links have to hold.
 RECORDS = [DOCS / "evidence.md", ROOT / "benchmark" / "runs" / "README.md"]
-GUIDES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*RECORDS})]
+EXTRAS = sorted(ROOT.glob("python/extras/*/README.md"))
+GUIDES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*RECORDS}), *EXTRAS]
 PAGES = [*GUIDES, *RECORDS]
 ENGINE = Path(importlib.util.find_spec("sglang").origin).parent
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -91,8 +92,9 @@ def test_readme_compares_with_what_else_there_is():
 
 
 def test_readme_says_how_large_the_patch_is():
-    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "python" / "sglang").rglob("*.py"))
-    said = int(re.search(r"([\d,]+) lines in `python/sglang`", README)[1].replace(",", ""))
+    trees = [ROOT / "python" / "sglang", *ROOT.glob("python/extras/*/sglang")]
+    lines = sum(len(path.read_text().splitlines()) for tree in trees for path in tree.rglob("*.py"))
+    said = int(re.search(r"([\d,]+) lines in `python/sglang` and", README)[1].replace(",", ""))
     assert abs(lines - said) <= 500, f"{lines} lines"
 
 
@@ -143,7 +145,7 @@ def test_every_link_leads_somewhere(page):
 
 def test_every_page_can_be_reached():
     """From README, by links."""
-    seen, left = set(), [ROOT / "README.md"]
+    seen, left = set(), [ROOT / "README.md", *EXTRAS]
     while left:
         page = left.pop()
         if page in seen or page.suffix != ".md" or not page.is_file():
@@ -308,3 +310,10 @@ def test_docs_can_be_read():
     """What was measured is in git history, and what the code says is printed by a command."""
     words = [word for page in DOCS.rglob("*.md") for word in page.read_text().split() if re.search(r"[^\W_]", word)]
     assert len(words) <= 75_000, f"docs have {len(words)} words"
+
+
+@pytest.mark.parametrize("page", EXTRAS, ids=_name)
+def test_the_page_of_an_extra_is_short(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 300
+    assert all(f"\n## {heading}\n" in text for heading in ("When to use it", "Options", "Limits"))

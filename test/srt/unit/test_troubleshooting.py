@@ -17,6 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
 PATCH, PACKAGE = ROOT / "python" / "sglang" / "srt", ROOT / "python" / "sglang_pd_radix"
+EXTRAS = [*ROOT.glob("python/extras/*/sglang")]
 ENGINE = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 #: Rows begin with messages in backticks, and with who says them where it is none of ours.
@@ -33,7 +34,7 @@ MESSAGES = [message for message, who in SPOKEN if " " in message and who not in 
 
 @pytest.fixture(scope="module")
 def ours() -> set[str]:
-    return texts(PATCH, PACKAGE)
+    return texts(PATCH, *EXTRAS, PACKAGE)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_what_is_raised_can_be_found():
     """Every text that the patch set, or what it supplies to a host, raises an error with is quoted."""
     quoted = [message for message, _ in SPOKEN if " " in message]
     missing = []
-    for error in raised(PATCH, PACKAGE / "supplied", PACKAGE / "patching", PACKAGE / "environment.py"):
+    for error in raised(PATCH, *EXTRAS, PACKAGE / "supplied", PACKAGE / "patching", PACKAGE / "environment.py"):
         text = error.text.strip(HOLE + " :.,")
         if len(text) < 8 or any(word in error.text for word in NO_USERS):
             continue
