@@ -30,7 +30,6 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.shared_prefix import triton_shared
-from sglang.srt.layers.attention.shared_prefix.levels import Level
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
@@ -40,6 +39,7 @@ from sglang_pd_radix.supplied.cpu_host.attention import backend
 from sglang_pd_radix.supplied.cpu_host.attention.backend import COSTS, TorchBatchedAttnBackend
 from sglang_pd_radix.supplied.cpu_host.attention.kernel import Workspace, decode_attention
 from sglang_pd_radix.supplied.cpu_host.attention.plan import Layout
+from sglang_pd_radix.supplied.shared_prefix.levels import Level
 
 # Without the engine's process groups.
 backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ import logging
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.shared_prefix import option as shared_attention
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
@@ -297,15 +296,13 @@ class ServerArgs(engine.ServerArgs):
             self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
-        """Checks pages, shared decode attention, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all
-        defaults settled.
+        """Checks pages, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all defaults settled.
 
         Checks that the cache is still on.
         """
         if self.page_size < 1:
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
-        shared_attention.check(self)
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
             from sglang.srt.managers import drain, gateway_notice
