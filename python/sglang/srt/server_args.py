@@ -23,8 +23,6 @@ __all__ = ["ServerArgs"]
 
 # How often a request may be overtaken before it goes first.
 DEFAULT_MAX_OVERTAKEN = 32
-# The load balance method that is added to the engine's.
-LONGEST_PREFIX = "longest_prefix"
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
@@ -153,11 +151,6 @@ class ServerArgs(engine.ServerArgs):
             default=argparse.SUPPRESS,
             help=f"The same as {FLAG}.",
         )
-        for action in parser._actions:
-            if action.dest == "load_balance_method":
-                action.choices = [*(action.choices or ()), LONGEST_PREFIX]
-                action.help = f"{action.help} {LONGEST_PREFIX}, on a decode worker with a radix cache: the rank that "
-                action.help += "holds most of the prompt, unless it is so full that sending the KV again costs less."
         parser.add_argument(
             "--disaggregation-decode-admission",
             choices=("prefix", "fcfs"),
@@ -213,15 +206,6 @@ class ServerArgs(engine.ServerArgs):
         """
         if not self.disaggregation_decode_enable_radix_cache:
             super()._resolve_storage_layout_compatibility()
-
-    def _handle_load_balance_method(self) -> None:
-        """Adds the check of the method that is not the engine's."""
-        super()._handle_load_balance_method()
-        if self.load_balance_method == LONGEST_PREFIX and not self.disaggregation_decode_enable_radix_cache:
-            raise ValueError(
-                f"--load-balance-method {LONGEST_PREFIX} is for decode workers with {FLAG}, which this one has not. "
-                "Add it, or use round_robin."
-            )
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
