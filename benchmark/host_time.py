@@ -133,7 +133,7 @@ def owner(function: str, file: str) -> str:
         return "engine"
     if "/sglang_pd_radix/supplied/cpu_host/" in file:
         return "stand-ins"
-    return "ours" if "/sglang_pd_radix/" in file or "/python/sglang/" in file or "/python/extras/" in file else ""
+    return "ours" if "/sglang_pd_radix/" in file or "/python/sglang/" in file else ""
 
 
 @dataclass

@@ -36,6 +36,8 @@ def test_the_order_names_each_folder():
     assert {*loader.known_extras(PYTHON)} == {path.parent.name for path in PYTHON.glob("extras/*/sglang")}
 
 
+# What imports what, of these and in functions too, is in test_modules.py; this is what they find at run time.
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", loader.known_extras(PYTHON))
 def test_without_its_folder_everything_else_imports(name, tmp_path):
     python = tmp_path / "python"
