@@ -11,10 +11,9 @@ MODEL ?=
 BACKEND ?= nixl
 JSON ?=
 ARGS ?=
-# make chaos, make soak
+# make chaos
 TRACE ?=
 REQUESTS ?= 10000
-MINUTES ?= 60
 SEED ?= 1
 # make test
 # Some of the tests, in place of all.
@@ -26,7 +25,7 @@ STAMP := $(VENV)/.pd-radix-setup
 MOONCAKE_STAMP := $(VENV)/.pd-radix-mooncake
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all chaos soak lint clean
+.PHONY: help setup demo test test-all chaos lint clean
 
 help:
 	@echo 'make setup   build $(VENV) with the engine, this package and the tools (about 12 GB, minutes; once);'
@@ -43,7 +42,6 @@ help:
 	@echo 'make chaos   a deployment of five under fire, over both backends: hours (what it judges: benchmark/chaos.py)'
 	@echo '               SEED=7 REQUESTS=1000    another storm, a shorter one; ARGS=--schedule=300 only says what it would do'
 	@echo '               TRACE=FILE              what is asked: a Mooncake-format trace, else a made one of that shape'
-	@echo 'make soak    an hour of mixed traffic, and whether anything grows: MINUTES=10, BACKEND=mooncake, TRACE=FILE'
 	@echo 'make clean   remove what these commands made, except $(VENV)'
 	@echo 'PYTHON=...   the Python (3.10 to 3.12) to build $(VENV) from'
 
@@ -102,10 +100,6 @@ chaos: setup
 	@status=0; $(CHAOS) --backend nixl || status=$$?; \
 		if $(BIN)/python -m sglang_pd_radix.supplied.mooncake_host; then $(CHAOS) --backend mooncake || status=$$?; \
 		else echo 'Mooncake cannot be used here: left out' >&2; fi; exit $$status
-
-soak: setup
-	$(BIN)/python benchmark/soak.py --minutes $(MINUTES) --backend $(BACKEND) --seed $(SEED) \
-		$(if $(TRACE),--trace '$(TRACE)') $(ARGS)
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

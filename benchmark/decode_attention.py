@@ -1,7 +1,6 @@
 """What one layer's decode attention takes: the engine's, the batch at once, shared prefixes once.
 
     python benchmark/decode_attention.py [--threads N] [--runs N]      the three sides on a CPU host, in turns
-    python benchmark/decode_attention.py --fit                        the constants of the cost model
     python benchmark/decode_attention.py --triton                     on a GPU: the engine's triton backend and ours
     python benchmark/decode_attention.py --triton-fit                 on a GPU: when ours pays, and its constants
 
@@ -36,10 +35,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend
-from sglang_pd_radix.supplied.cpu_host.attention.backend import COSTS, TorchBatchedAttnBackend
-from sglang_pd_radix.supplied.cpu_host.attention.kernel import Workspace, decode_attention
-from sglang_pd_radix.supplied.cpu_host.attention.plan import Layout
-from sglang_pd_radix.supplied.shared_prefix.levels import Level
+from sglang_pd_radix.supplied.cpu_host.attention.backend import TorchBatchedAttnBackend
 
 # Without the engine's process groups.
 backend.get_attention_tp_size = lambda: 1  # type: ignore[attr-defined]
@@ -411,45 +407,11 @@ def sides_in_turns(batch: Batch, runs: int) -> tuple[dict[str, TorchNativeAttnBa
     return sides, in_turns({name: lambda side=side: batch.run(side)[0] for name, side in sides.items()}, runs)
 
 
-def fit(runs: int) -> None:
-    """Print the constants of the cost model: least squares of relative errors over layers, lengths and batches."""
-    rows = []
-    for heads, kv_heads, dim in ((2, 1, 32), (16, 8, 64), (8, 8, 64), (32, 8, 128), (16, 0, 576)):
-        for requests, shared, own in itertools.product((4, 16, 48), (0, 256, 1024), (32, 256)):
-            case = Case("", requests, 1, shared, own, heads, kv_heads, dim)
-            batch = Batch(case)
-            batch.backend(TorchNativeAttnBackend)  # fills the table
-            levels = [Level(0, shared, range(requests))] if shared else []
-            lens = np.full(requests, batch.length)
-            index = np.arange(requests)
-            layout = Layout(batch.pool.req_to_token.numpy(), index, lens, levels, case.page, batch.kv_bytes)
-            plan, workspace = layout.plan(), Workspace()
-            query = batch.query.view(requests, heads, dim)
-
-            def step(batch=batch, plan=plan, workspace=workspace, query=query) -> float:
-                keys, values = batch.kv.get_key_buffer(0), batch.kv.get_value_buffer(0)
-                began = time.perf_counter()
-                decode_attention(query, keys, values, plan, batch.case.page, batch.layer.scaling, workspace)
-                return time.perf_counter() - began
-
-            took = 1e9 * min(step() for _ in range(runs))  # what others do on the machine only adds
-            scores = requests * heads * (shared + own)
-            read = (shared + requests * own) * batch.kv_bytes
-            row = [read, scores * 2 * dim, scores, 1 if shared else 0, requests * (2 if shared else 1), 1]
-            rows.append([value / took for value in row])
-    found, _ = scipy.optimize.nnls(np.array(rows), np.ones(len(rows)))
-    errors = np.abs(np.array(rows) @ found - 1)
-    names = ("byte", "product", "score", "piece", "query", "a call")
-    print("nanoseconds: " + ", ".join(f"{name}={value:.3g}" for name, value in zip(names, found, strict=True)))
-    print(f"relative error of the fit: median {np.median(errors):.2f}, at most {errors.max():.2f}; in use: {COSTS}")
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="of each side, in turns (default: 15)")
-    parser.add_argument("--fit", action="store_true", help="the constants of the cost model")
     parser.add_argument("--triton", action="store_true", help="the triton backends, on a GPU")
     parser.add_argument("--triton-fit", action="store_true", help="when sharing pays on this GPU")
     parser.add_argument("--interpret", action="store_true", help="with --triton: small, in Triton's interpreter")
@@ -461,7 +423,7 @@ def main() -> None:
             parser.error("--interpret goes with TRITON_INTERPRET=1 in the environment, and neither without the other")
         compare_triton(args.runs, args.interpret)
         return
-    chosen = fit_triton if args.triton_fit else fit if args.fit else compare
+    chosen = fit_triton if args.triton_fit else compare
     chosen(args.runs)
 
 

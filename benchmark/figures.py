@@ -16,8 +16,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import published
+
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.bench import published
+from sglang_pd_radix.tools.bench import record as records_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmark" / "runs"
@@ -43,7 +45,7 @@ def take(given: str) -> None:
     if "runs" in record:
         record = published.demo_record(record, "make demo")
     RUNS.mkdir(parents=True, exist_ok=True)
-    (RUNS / f"{name}.json").write_text(published.as_text(record), encoding="utf-8")
+    (RUNS / f"{name}.json").write_text(records_of.as_text(record), encoding="utf-8")
     for chart in sorted(path.glob("charts/*.svg")):
         shown = ROOT / "docs" / "report" / chart.name
         if name == chart.name.partition("-")[0] and shown.exists():

@@ -2,20 +2,15 @@
 
 Scheduler, queues, tree, pools, sampling information, messages to the detokenizer (pickled, as they are to be sent) are
 those of a server. Stand-ins are prefill, which answers at once, and the model, whose tokens are all the same.
-Started by `host_time.py` with the arguments of a server; takes jobs as JSON lines and answers each with one, and says
-STEADY when it runs as many requests as were asked for.
+`step_costs.py` brings it into states.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pickle
-import statistics
-import sys
 import tempfile
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +34,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 
 WORD, WORDS = 500, range(400, 1900)
-# Steps before a measurement begins, of which the first ones make what is made once.
-WARM = 30
 
 
 class Ends(BaseException):
@@ -88,11 +81,8 @@ class Wire:
 class Detokenizer:
     """Takes messages as a socket does: as bytes."""
 
-    messages = size = 0
-
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        self.messages += 1
-        self.size += len(pickle.dumps(output))
+        pickle.dumps(output)
 
 
 class Worker:
@@ -103,8 +93,7 @@ class Worker:
         args.check_server_args()
         self.scheduler = s = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
         s.schedule_stream = s.device_module.Stream()
-        s.recv_requests = self._turn
-        s.send_to_detokenizer = self.detokenizer = Detokenizer()
+        s.send_to_detokenizer = Detokenizer()
         s.model_worker.forward_batch_generation = self._forward
         self.queue = s.disagg_decode_prealloc_queue
         self.queue._create_receiver_and_enqueue = self._enqueue
@@ -139,61 +128,6 @@ class Worker:
         self.live.append(req)
         self.scheduler._add_request_to_queue(req)
 
-    # ---- a job ----
-
-    def _turn(self) -> list:
-        """What the loop has to do in its next turn. Called where it asks for requests."""
-        now, job = time.thread_time(), self.job
-        if self.began is not None and len(self.scheduler.running_batch.reqs) == self.width:
-            self.turns.append(now - self.began)
-        running = self.scheduler.running_batch.reqs
-        if not self.live:
-            for n in range(job["requests"]):
-                # Where they come and go, one ends in each step or so.
-                self._add(job["answer"] * (n + 1) // job["requests"] + 1 if job["answer"] else 10**6)
-            for _ in range(job["queued"]):
-                self._add(10**6)
-        elif job["answer"]:
-            gone = [req for req in self.live if req.finished()]
-            self.live = [req for req in self.live if not req.finished()]
-            for _ in gone:
-                self._add(job["answer"])
-        if len(running) >= 0.9 * job["requests"]:
-            self.steps += 1
-        if self.steps <= WARM:
-            self.turns = []
-            if self.steps == WARM and self.until is None:
-                self.until = time.monotonic() + job["seconds"]
-                print("STEADY", flush=True)
-        if self.until is not None and time.monotonic() > self.until:
-            raise Ends
-        assert self.steps or next(self.patience), "the worker does not come to run all"
-        self.width = len(running)
-        self.began = time.thread_time()
-        return []
-
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Keep ``requests`` running for ``seconds``. Returns milliseconds of the thread in a step."""
-        self.job, self.turns, self.live = job, [], []
-        self.began, self.steps, self.width = None, 0, 0
-        self.until: float | None = None
-        self.patience = iter(range(5000, -1, -1))
-        messages, size = self.detokenizer.messages, self.detokenizer.size
-        overlap = self.scheduler.enable_overlap
-        loop = "event_loop_overlap_disagg_decode" if overlap else "event_loop_normal_disagg_decode"
-        try:
-            getattr(self.scheduler, loop)()
-        except Ends:
-            pass
-        said = {
-            "ms": 1000 * statistics.median(self.turns),
-            "turns": len(self.turns),
-            "held": max((req.decode_prefix_len or 0 for req in self.live), default=0),
-            "bytes": (self.detokenizer.size - size) / max(1, self.detokenizer.messages - messages),
-        }
-        self._end()
-        return said
-
     def _end(self) -> None:
         """Have all that run end, and the worker become idle."""
         for req in self.live:
@@ -216,16 +150,3 @@ class Worker:
                 scheduler.event_loop_normal_disagg_decode()
         except Ends:
             pass
-        scheduler.recv_requests = self._turn
-
-
-def main(options: list[str]) -> None:
-    worker = Worker(options)
-    print("READY", flush=True)
-    for line in sys.stdin:
-        print("RESULT", json.dumps(worker.run(json.loads(line))), flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -4,20 +4,16 @@ Decode's queues, tree, pool and allocator are the real ones; prefill, links, dec
 simulated clock (``sim/times.py`` has their constants and where these come from). Slots of the pool are numbers only.
 
     python benchmark/simulate.py                                       # published, g and h in all modes
-    python benchmark/simulate.py --workload trace4 --trace FILE --json trace4.json
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
     python benchmark/simulate.py --workload g --set g.rate=16 --slo ttft=2400,itl=12   # and who keeps a promise, in ms
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
 order of arrival, ``new`` the defaults. ``local``, if it is named, is ``new`` with short remainders computed on decode
 (``sim/local.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of time (``times.step=``) or an
-argument of the decode server (``args.NAME=``). ``trace``, ``trace4`` and ``trace16`` are a recorded trace on so many
-decode workers and need ``--trace FILE``.
+argument of the decode server (``args.NAME=``).
 
     python benchmark/simulate.py --check            # what was published against what is simulated; exits with 1 where a
                                                     # gate closes
-    python benchmark/simulate.py --check --scaled   # the same with a decode step that is not fitted but measured
-    python benchmark/simulate.py --exchange         # requests/s and ITL: off by its bound on running, on by its target
 
 Outcomes, their gates and which constant is fitted to which are in ``sim/published.py``, where constants come from in
 ``sim/times.py``. Any run of ``published`` in modes off and today is checked like this.
@@ -38,9 +34,7 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-from sim.constants import scaled_step  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
-from sim.exchange import checked, exchange  # noqa: E402
 from sim.figures import kept  # noqa: E402
 from sim.gates import closed, report  # noqa: E402
 from sim.kinds import KINDS, fields_of  # noqa: E402
@@ -148,40 +142,22 @@ def _slo(text: str) -> Slo:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _told(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     """Simulate, print the tables, return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--workload", default="published,g,h", metavar="KEY,...", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--modes", default=",".join(DEFAULT_MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
-    parser.add_argument("--trace", metavar="FILE", help="Mooncake-format trace for the workloads of that name")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--check", action="store_true", help="the published run and its gates, nothing else")
-    parser.add_argument("--scaled", action="store_true", help="its decode step as it was measured on another GPU")
-    parser.add_argument("--exchange", action="store_true", help="what requests/s cost in ITL; of published, or a")
     parser.add_argument("--slo", type=_slo, metavar="ttft=MS,itl=MS", help="say which parts of requests keep this")
     args = parser.parse_args()
-    if args.trace:
-        args.settings = [f"{key}.file={args.trace}" for key in KINDS if key.startswith("trace")] + args.settings
     if args.check:
         args.workload, args.modes = "published", f"{OFF},{ON}"
-    if args.scaled:
-        args.settings += scaled_step()
     keys, modes = args.workload.split(","), args.modes.split(",")
     for asked, known in ((keys, KINDS), (modes, MODES)):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    if args.exchange:
-        try:
-            key = checked(keys if args.workload != parser.get_default("workload") else ["published"])
-            print(exchange(key, lambda mode, settings: simulate(key, mode, [*args.settings, *settings]), _told))
-        except ValueError as error:
-            parser.error(str(error))
-        return 0
     results: list[dict[str, Any]] = []
     # The published run comes first.
     for key in sorted(keys, key=lambda key: key != "published"):
@@ -190,7 +166,7 @@ def main() -> int:
                 results.append(simulate(key, mode, args.settings, args.slo))
             except ValueError as error:
                 parser.error(str(error))
-            _told(line(results[-1]))
+            print(line(results[-1]), file=sys.stderr, flush=True)
     runs = published_runs(results)
     if runs:
         print(report(runs) + "\n")

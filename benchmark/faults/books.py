@@ -68,13 +68,6 @@ def of_process(process: Process) -> Books:
     return books
 
 
-def of_worker(process: Process) -> Books:
-    """The same, and what it says itself. Raises PdRadixError if it does not answer."""
-    books = of_process(process)
-    books.pools = pools(process.url)
-    return books
-
-
 def of_idle_worker(process: Process, seconds: float) -> Books:
     """The same, once all its ranks are idle, or as they are after ``seconds``.
 

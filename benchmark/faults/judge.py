@@ -9,12 +9,16 @@ from typing import Any
 from sglang_pd_radix.tools.workers import pool_problems, rank_name
 
 from .books import Books
-from .traffic import Told
+from .traffic import Ask, Told
 
 # Descriptors and threads that a worker may have more of than before: connections that are kept alive, threads of pools
 # that are made when they are first needed. A prefill over Mooncake makes eight, with 24 descriptors, after minutes as
 # after ten thousand requests, and has up to 15 sockets more.
 SPARE_FDS, SPARE_THREADS = 48, 24
+# Memory that one process may have more of than before: what pools and allocators keep.
+SPARE_RSS_KIB = 128 * 1024
+# The part of what a decode worker's tree held in calm that it has to hold afterwards.
+STILL_HELD = 0.5
 # For each time that its peers were started anew: what is kept of a peer that is gone until its successor is used.
 SPARE_FDS_PER_RESTART = 2
 
@@ -72,7 +76,32 @@ def process_problems(before: Books, after: Books, restarts: int) -> list[str]:
         found.append(f"{after.name}: {after.close_wait} sockets are open whose peer has closed them")
     if after.threads - before.threads > SPARE_THREADS:
         found.append(f"{after.name}: {before.threads} threads before and {after.threads} after")
+    if before.pid == after.pid and after.rss_kib - before.rss_kib > SPARE_RSS_KIB:
+        found.append(
+            f"{after.name}: {before.rss_kib / 1024:.0f} MiB of memory before and {after.rss_kib / 1024:.0f} after"
+        )
     return found
+
+
+def held_parts(told: Sequence[Told], asks: Sequence[Ask], workers: Sequence[str]) -> dict[str, float]:
+    """By decode worker, the part of the prompts it has answered that its tree held; those that answered none are not
+    there."""
+    found = {}
+    for worker in workers:
+        own = [one for one in told if one.ended_how == "whole" and one.worker == worker]
+        if prompts := sum(len(asks[one.ask].ids) for one in own):
+            found[worker] = sum(one.hit or 0 for one in own) / prompts
+    return found
+
+
+def held_problems(when: str, held: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
+    """Workers whose tree holds nothing, or far less than it did before; the requests are the same."""
+    return [
+        f"{when}: the tree of {worker} held {part:.0%} of its prompts"
+        + (f", and {before[worker]:.0%} in calm" if worker in before else "")
+        for worker, part in held.items()
+        if part <= STILL_HELD * before.get(worker, 0.0)
+    ]
 
 
 def verdict(problems: Sequence[str], not_judged: Sequence[str]) -> str:

@@ -6,19 +6,16 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from sim.scale import Many, Trace
+from sim.scale import Many
 from sim.workload import Behind, Churn, Crowd, Published, Shared
 
-Sizes = Published | Churn | Trace | Many | Behind
+Sizes = Published | Churn | Many | Behind
 KINDS: dict[str, Callable[[], Sizes]] = {
     "published": Published,
     "a": Shared,
     "g": Churn,
     "h": Crowd,
     "i": Behind,
-    "trace": Trace,
-    "trace4": functools.partial(Trace, decodes=4),
-    "trace16": functools.partial(Trace, decodes=16),
     "many": Many,
     # Short questions, of which decode has all but the last.
     "chat": functools.partial(

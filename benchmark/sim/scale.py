@@ -1,15 +1,12 @@
-"""Workloads of ten thousand requests and more: a recorded trace, and a mixture of conversations."""
+"""A workload of a hundred thousand requests: a mixture of conversations."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from sglang_pd_radix.tools.bench.workload import TRACE_BLOCK, read_trace
 from sim import times
 from sim.workload import Request, Workload
 
@@ -18,75 +15,13 @@ SLOT = 64
 
 
 @dataclass
-class _Scaled:
-    """Decode workers, prefills for each of them, and their pool: model and hardware of ``times.published``."""
-
-    decodes: int = 1
-    prefills: int = 1
-    pool: int = 2_060_032
-    reserve: int = 512
-    router: str = "cache_aware"
-
-    def _workload(
-        self, title: str, asked: list[Request], concurrency: int | None = None, think: float = 0.0
-    ) -> Workload:
-        return Workload(
-            f"{title}, {self.decodes} decode workers",
-            [asked],
-            concurrency,
-            self.pool,
-            self.reserve,
-            SLOT,
-            1,
-            times.published(),
-            self.prefills * self.decodes,
-            self.decodes,
-            router=self.router,
-            think=think,
-        )
-
-
-@dataclass
-class Trace(_Scaled):
-    """A trace in Mooncake's format: one JSON object per line, with ``timestamp`` (ms), ``input_length``,
-    ``output_length`` (tokens) and ``hash_ids``, one for each block of 512 tokens and all before it.
-
-    Requests come at their time, ``speed`` x ``decodes`` times as fast as recorded; pool and prefill workers are per
-    decode worker. Model and hardware are those of ``times.published``. limit: only so many requests; 0: all.
-    """
-
-    file: str = ""
-    prefills: int = 12
-    speed: float = 1.25
-    limit: int = 0
-
-    def make(self) -> Workload:
-        if not self.file:
-            raise ValueError("this workload is a recorded trace: give --trace FILE")
-        recorded = read_trace(Path(self.file), self.limit or sys.maxsize)
-        faster = 1000 * self.speed * self.decodes
-        asked = [
-            Request(
-                _blocks(r["hash_ids"], r["input_length"]), max(1, r["output_length"]), arrival=r["timestamp"] / faster
-            )
-            for r in recorded
-        ]
-        return self._workload(f"trace: {len(asked)} requests", asked)
-
-
-def _blocks(hashes: list[int], length: int) -> tuple[tuple[int, int], ...]:
-    last = length - TRACE_BLOCK * (len(hashes) - 1)
-    # 0 is no key.
-    return tuple((h + 1, TRACE_BLOCK if i < len(hashes) - 1 else last) for i, h in enumerate(hashes))
-
-
-@dataclass
-class Many(_Scaled):
+class Many:
     """Conversations over documents, the n-th of which is chosen in proportion to 1 / n (Zipf).
 
     requests: turns of all conversations together. concurrency: conversations at a time, each of which asks again
     ``think`` seconds after its answer. Lengths of documents are log-normal around ``document`` tokens; a turn adds a
-    question of up to ``question`` and an answer of up to ``answer`` tokens. All are whole slots.
+    question of up to ``question`` and an answer of up to ``answer`` tokens. All are whole slots. decodes: workers;
+    prefills: for each of them; pool: of each. Model and hardware are those of ``times.published``.
     """
 
     requests: int = 100_000
@@ -99,6 +34,9 @@ class Many(_Scaled):
     concurrency: int = 1400
     decodes: int = 4
     prefills: int = 6
+    pool: int = 2_060_032
+    reserve: int = 512
+    router: str = "cache_aware"
     seed: int = 0
 
     def make(self) -> Workload:
@@ -117,7 +55,20 @@ class Many(_Scaled):
             left -= turns
             asked.append(self._conversation(pick, keys, documents[chosen], turns))
         title = f"many: {self.requests} requests over {self.documents} documents"
-        return self._workload(title, asked, self.concurrency, self.think)
+        return Workload(
+            f"{title}, {self.decodes} decode workers",
+            [asked],
+            self.concurrency,
+            self.pool,
+            self.reserve,
+            SLOT,
+            1,
+            times.published(),
+            self.prefills * self.decodes,
+            self.decodes,
+            router=self.router,
+            think=self.think,
+        )
 
     def _conversation(
         self, pick: random.Random, keys: itertools.count, document: tuple[int, int], turns: int

@@ -1,16 +1,21 @@
-"""``pd-radix demo``: the same chat with the decode prefix cache off, on, and with decode computing what is short."""
+"""``pd-radix demo``: the same chat with the decode prefix cache off, on, and with decode computing what is short.
+
+A chat of ``pd-radix bench``, once on each side, and a second, short one beside clients with long prompts.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +23,12 @@ from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 
-from . import chat_local
 from .arguments import hidden
-from .chat_judge import compare
-from .chat_load import Workload
-from .chat_report import as_document, print_report
-from .chat_run import START, Run, count, hold
+from .bench import deploy, measure, parted, report, turns
+from .bench.asked import RequestFailed
+from .bench.workload import BusyChat, Chat, Tokens
 from .cluster import (
     ATTENTION_OPTIONS,
-    RADIX_FLAG,
-    Cluster,
-    Progress,
     add_router_option,
     has_option,
     named_gateway,
@@ -38,20 +38,29 @@ from .cluster import (
 from .engine_options import check as check_engine_options
 from .make_model import make_model
 from .progress import Display
-from .up import check_json, check_may_switch, check_model, check_page_size, write_json
+from .up import check_json, check_may_switch, check_model, check_page_size, write_whole
+from .workers import idle_pools
+
+LOCAL_FLAG = "--disaggregation-decode-local-prefill"
+# What says how large the chat is.
+SIZES = ("clients", "turns", "document", "question", "answer", "seed")
+# The cache may send this much more than the least possible from the second turn on, where there is something to reuse.
+MOST_OVER_LEAST = 1.05
+# Tokens of each prompt of those beside the second chat, and of their answers with what is kept free.
+LONG_PROMPT, BESIDE_IT = 3000, 256
 
 _EPILOG = """
 Engine options for all workers follow after --, for example:
 
   pd-radix demo --model Qwen/Qwen3-0.6B -- --page-size 64 --tp 2
 
+A prefill and three decode workers run, which share the GPUs there are.
 Exit code: 0 the cache saved what it can and changed no answer, 1 something was wrong (it says what).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``pd-radix demo``."""
-    default = Workload()
     parser.description = "Hold the same multi-turn chat with the decode prefix cache off and on, and compare."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -65,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local-prefill",
         default="auto",
         metavar="WHICH",
-        help=f"{chat_local.LOCAL_FLAG} of a third run, auto is its default; off: no third run (default: auto)",
+        help=f"{LOCAL_FLAG} of a third run, auto is its default; off: no third run (default: auto)",
     )
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the made model and the logs (default: a new temporary one)"
@@ -78,97 +87,292 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="clients with long prompts beside a second, short chat; 0: no such chat (default: 2)",
     )
     sizes = parser.add_argument_group("the chat")
-    for name, what in (
-        ("clients", "conversations at the same time"),
-        ("turns", "turns of each"),
-        ("document", "words of each first message"),
-        ("question", "words of each later message"),
-        ("answer", "tokens of each answer"),
-        ("seed", "another seed gives other words"),
+    for name, default, what in (
+        ("clients", 4, "conversations at the same time"),
+        ("turns", 5, "turns of each"),
+        ("document", 1000, "tokens of each first message"),
+        ("question", 60, "tokens of each later message"),
+        ("answer", 16, "tokens of each answer"),
+        ("seed", 0, "another seed asks other tokens"),
     ):
-        text = f"{what} (default: {getattr(default, name)})"
-        sizes.add_argument(f"--{name}", type=int, metavar="N", default=getattr(default, name), help=text)
+        sizes.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{what} (default: {default})")
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do the runs and print the comparison. Returns the exit code."""
-    workload = Workload(args.clients, args.turns, args.document, args.question, args.answer, args.seed)
-    workload.check()
-    chat_local.check_asked(args.local_prefill)
-    if args.beside < 0:
-        raise PdRadixError(f"--beside {args.beside}: give 0 clients or more")
+    _check_sizes(args)
     check_json(args.json)
     check_may_switch("the demo", args.engine_options)
     check_page_size(args.engine_options)
     check_engine_options(args.engine_options, "engine options")
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
-    runs = 2 + (args.local_prefill != "off")
-    with _work_dir(args.work_dir) as work_dir, Display(work=runs * (START + workload.turns)) as show:
+    chat = Chat(_pool(args), 64, args.clients, args.turns, args.document, args.question, args.answer)
+    with _work_dir(args.work_dir) as work_dir, Display(1) as show:
         model = model or _made_model(work_dir, show)
-        options = engine_options(args.engine_options, workload, made_model=not args.model)
-        sides = {"off": [], "on": [RADIX_FLAG, chat_local.LOCAL_FLAG, "off"]}
+        options = engine_options(args.engine_options, made_model=not args.model)
+        sides = [deploy.OFF, deploy.Side("on", options=(LOCAL_FLAG, "off"))]
         if args.local_prefill != "off":
-            sides["on-local"] = [RADIX_FLAG, chat_local.LOCAL_FLAG, args.local_prefill]
-        off, on, *more = (
-            _held(args, name, decode_args, model, options, work_dir, workload, show)
-            for name, decode_args in sides.items()
+            sides.append(deploy.Side("local", options=(LOCAL_FLAG, args.local_prefill)))
+        deployment = deploy.Deployment(
+            model,
+            deploy.Shape(chat.pool, chat.reserve),
+            options,
+            args.backend,
+            work_dir / "logs",
+            lambda step: show.now(f"starting: {step}"),
+            prefill_pool=chat.pool,
+            sides=sides,
+            gateway=named_gateway(args.router),
         )
-        local = chat_local.judge(off, on, more[0]) if more else None
-        comparison = compare(off, on)
-        if comparison.failures and not on.ids:
-            # It may be the template, and not the cache, to which the bytes are due: then the ids tell.
-            show.now("comparing the tokens of the chat")
-            on.find_ids(workload, model)
-            comparison = compare(off, on)
-    size = f"{count(workload.clients, 'client')}, {count(workload.turns, 'turn')}"
-    title = (
-        f"{size} over {args.backend}, {off.device} {off.dtype}, pages of {off.page_size} tokens "
-        f"({_kib(comparison.page_bytes / off.page_size)} KiB of KV per token)"
+        load = measure.LoadGenerator(model, work_dir / "logs" / "load.log")
+        try:
+            with contextlib.closing(load), deployment:
+                load.wait_ready()
+                found = _held(args, chat, deployment, load, show)
+        except RequestFailed as error:
+            raise PdRadixError(f"{error}. Logs are in {work_dir / 'logs'}") from None
+    size = f"{args.clients} client{'s'[: args.clients > 1]}, {args.turns} turn{'s'[: args.turns > 1]}"
+    info = found.info
+    print_report(
+        found, f"{size} over {args.backend}, {info['device']} {info['dtype']}, pages of {info['page_size']} tokens"
     )
-    print_report(comparison, title, local, args.beside)
     if args.json:
-        setting = _setting(args, comparison.off, options, time.monotonic() - started)
-        write_json(args.json, as_document(comparison, workload, setting, local))
-    return 1 if comparison.failures or (local and local.failures) else 0
+        setting = _setting(args, info, options, time.monotonic() - started)
+        write_whole(args.json, report.as_json(found.document(setting)))
+    return 1 if found.failures else 0
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise PdRadixError naming the first option that makes no conversation, or that a worker would refuse later."""
+    for name in ("clients", "turns", "document", "question"):
+        if getattr(args, name) < 1:
+            raise PdRadixError(f"--{name} {getattr(args, name)}: must be at least 1")
+    if args.answer < 2:
+        raise PdRadixError(f"--answer {args.answer}: must be at least 2, since prefill makes the first token")
+    if args.beside < 0:
+        raise PdRadixError(f"--beside {args.beside}: give 0 clients or more")
+    asked = args.local_prefill
+    if asked not in ("off", "auto") and not (asked.isdecimal() and int(asked)):
+        raise PdRadixError(f"--local-prefill {asked}: give off, auto or 1 token or more")
+
+
+def _pool(args: argparse.Namespace) -> int:
+    """Tokens of each worker's pool: what the user says, or room for every conversation twice."""
+    given = option_value(args.engine_options, "--max-total-tokens")
+    if given is not None and given.isdecimal():
+        return int(given)
+    chat = args.document + (args.turns - 1) * args.question + args.turns * args.answer
+    needed = max(16384, 2 * args.clients * chat, args.beside * (LONG_PROMPT + BESIDE_IT) + 4096)
+    return -(-needed // 1024) * 1024
+
+
+# --------------------------------------------------------------------------------------------------------- what is seen
+
+
+@dataclass
+class Found:
+    """What the runs have shown. entry: of the chat, as `turns.measure_all`. beside_s: of each side, the median time to
+    the first token of turns 2 and 3 of the second chat. ``failures`` make the demo fail, a reader has to know
+    ``notes``."""
+
+    args: argparse.Namespace
+    info: dict[str, Any]
+    entry: dict[str, Any]
+    beside_s: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """The run of each side."""
+        return {run["variant"]: run for run in self.entry["runs"]}
+
+    def total(self, side: str, key: str) -> float:
+        return self.runs[side]["figures"][key]
+
+    def later(self, side: str, key: str) -> float:
+        """``key`` of all turns from the second on."""
+        return sum(turn[key] for turn in self.runs[side]["rounds"][1:])
+
+    def least(self, side: str) -> float:
+        """Bytes that any cache has to send from the second turn on."""
+        return self.later(side, "least_pages") * self.entry["page_bytes"]
+
+    @property
+    def identical(self) -> bool:
+        return not any(run["different_answers"] for run in self.entry["runs"])
+
+    def document(self, setting: dict[str, Any]) -> dict[str, Any]:
+        """Everything that was measured, for JSON."""
+        return {
+            "setting": setting,
+            "workload": {key: getattr(self.args, key) for key in SIZES},
+            "runs": {
+                side: {
+                    "turns": run["rounds"],
+                    "totals": run["figures"],
+                    "beside_long_prompts_ttft_median_s": self.beside_s.get(side),
+                }
+                for side, run in self.runs.items()
+            },
+            "page_bytes": self.entry["page_bytes"],
+            "least_bytes": self.total("on", "least_bytes"),
+            "sent_bytes_on_over_least": self.total("on", "sent_over_least"),
+            "identical": self.identical,
+            "differences": self.entry["differences"],
+            "failures": self.failures,
+            "notes": self.notes,
+        }
 
 
 def _held(
-    args: argparse.Namespace,
-    name: str,
-    decode_args: Sequence[str],
-    model: str,
-    options: Sequence[str],
-    work_dir: Path,
-    workload: Workload,
-    show: Display,
-) -> Run:
-    """The run ``name`` on a deployment of its own."""
+    args: argparse.Namespace, chat: Chat, deployment: deploy.Deployment, load: measure.LoadGenerator, show: Display
+) -> Found:
+    """Hold both chats on all sides, and judge what is seen. Raises PdRadixError if a request fails."""
+    info = deployment.info(deployment.variants[0])
+    page, tokens = info["page_size"], Tokens(load.words, args.seed)
+    exact = str(info["dtype"]).endswith("float32")
+    entry = turns.measure_all(deployment, load, chat.make("c", tokens), 1, page, 0.5, show, exact)
+    found = Found(args, info, entry, failures=list(entry["problems"]))
+    if not exact and not found.identical:
+        found.notes.append(f"answers part in {info['dtype']}, which rounds; pd-radix verify judges such answers")
+    if args.beside:
+        busy = BusyChat(chat.pool, 64, 2, 3, 300, 40, 16, args.beside, LONG_PROMPT, steady=1).make("i", tokens)
+        for variant in deployment.variants:
+            show.now(f"{variant.name}: a chat beside {args.beside} clients with long prompts")
+            second = measure.run_once(deployment, load, busy, variant, 1, page)
+            found.beside_s[variant.name] = second.figures["later_ttft_p50_s"]
+            found.failures += [f"{variant.name}, beside long prompts: {problem}" for problem in second.problems]
+    judge(found)
+    if "local" in found.runs:
+        pools = [pool for url in deployment.decode_urls(deployment.variants[-1]) for pool in idle_pools(url)]
+        limits = [pool["computes_up_to"] for pool in pools if "computes_up_to" in pool]
+        _judge_computed(found, max(limits, default=None))
+    return found
 
-    def progress(step: Progress) -> None:
-        show.now(f"flag {name}: {step}")
 
-    cluster = Cluster(
-        model,
-        common_args=options,
-        decode_args=decode_args,
-        backend=args.backend,
-        gateway=named_gateway(args.router),
-        log_dir=work_dir / name,
-        on_progress=progress,
-    )
-    return hold(cluster, name, workload, show, args.beside)
+def judge(found: Found) -> None:
+    """What was sent and counted, against what has to be."""
+    if not found.entry["page_bytes"] > 0:
+        found.failures.append("with the flag off no KV bytes were counted, so nothing can be said of those with it on")
+        return
+    if found.total("off", "reused_tokens"):
+        found.failures.append("with the flag off, decode reused part of a prompt")
+    for side, run in found.runs.items():
+        counted = sum(found.total(side, key) for key in ("reused_tokens", "computed_tokens"))
+        counted += sum(turn["transferred_tokens"] for turn in run["rounds"])
+        asked = sum(turn["asked_tokens"] for turn in run["rounds"])
+        if not counted == found.total(side, "prompt_tokens") == asked:
+            found.failures.append(
+                f"{side}: decode counted {found.total(side, 'prompt_tokens'):.0f} prompt tokens of {asked}, of which "
+                f"{counted:.0f} were reused, transferred or computed"
+            )
+        if side != "off" and len(run["rounds"]) > 1:
+            _judge_bytes(found, side)
 
 
-def _setting(args: argparse.Namespace, off: Run, options: Sequence[str], seconds: float) -> dict[str, Any]:
+def _judge_bytes(found: Found, side: str) -> None:
+    args, rounds = found.args, found.runs[side]["rounds"]
+    made = [args.clients * (args.document + n * (args.question + args.answer)) for n in range(args.turns)]
+    if [turn["asked_tokens"] for turn in rounds] != made:
+        found.notes.append(
+            f"{side}: the tokenizer makes other tokens of earlier answers than they had, which no cache can reuse"
+        )
+        return
+    sent, least = found.later(side, "sent_bytes"), found.least(side)
+    most = MOST_OVER_LEAST * least
+    if found.info.get("speculative_algorithm"):
+        # The end of an answer may not be in a tree for speculation: a page of each.
+        most += args.clients * (len(rounds) - 1) * found.entry["page_bytes"]
+    if sent > most:
+        found.failures.append(
+            f"{side}: {sent / least:.3f} times the least possible was sent from turn 2 on, above {MOST_OVER_LEAST} "
+            f"(decode reused {found.later(side, 'reused_tokens'):.0f} of {found.later(side, 'prompt_tokens'):.0f} "
+            "prompt tokens)"
+        )
+    elif sent < 0.999 * least and not found.later(side, "computed_tokens"):
+        found.failures.append(f"{side}: fewer KV bytes are counted from turn 2 on than any cache has to send")
+
+
+def _judge_computed(found: Found, most: int | None) -> None:
+    """most: tokens that decode computes at the most; None where it computes none on this deployment."""
+    args = found.args
+    if most is None:
+        found.notes.append("decode computes no prompts on this deployment, and its log says why")
+        return
+    short = args.turns > 1 and args.question + found.info["page_size"] <= most
+    if short and not found.total("local", "computed_tokens"):
+        found.failures.append("local: decode has computed no token of a prompt, and some were short enough")
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def print_report(found: Found, title: str) -> None:
+    """Print the table of the turns and the verdict to stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=110)
+    heading, rows = report.turns_table(found.entry)
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE)
+    for name in heading:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    for line in (*_lines(found), *(f"FAILED:   {failure}" for failure in found.failures)):
+        console.print(Text(line, style="bold red" if line.startswith("FAILED") else ""), soft_wrap=True)
+
+
+def _lines(found: Found) -> Iterator[str]:
+    sent = {side: found.total(side, "sent_bytes") for side in found.runs}
+    less = sent["off"] / sent["on"] if sent["on"] else math.inf
+    yield f"KV sent:  {_mib(sent['off'])} MiB off, {_mib(sent['on'])} MiB on: {less:.2f}x"
+    least = found.total("on", "least_bytes")
+    over = found.total("on", "sent_over_least")
+    yield f"          on is {over:.3f} times the least possible, {_mib(least)} MiB"
+    if "local" in found.runs:
+        computed, prompts = (found.total("local", f"{what}_tokens") for what in ("computed", "prompt"))
+        yield (
+            f"          {_mib(sent['local'])} MiB with {LOCAL_FLAG} {found.args.local_prefill}: decode computed "
+            f"{computed:.0f} of {prompts:.0f} prompt tokens"
+        )
+    if found.args.turns > 1:
+        yield f"TTFT:     from turn 2 on, median: {_sides({s: found.total(s, 'later_ttft_p50_s') for s in found.runs})}"
+    if found.beside_s:
+        yield (
+            f"          beside {found.args.beside} clients with prompts of {LONG_PROMPT} tokens, turns 2 and 3: "
+            f"{_sides(found.beside_s)}"
+        )
+    yield f"Answers:  identical on all sides: {report.identity(found.entry)}"
+    yield from (f"          {text}" for text in parted.sentences(found.entry["differences"]))
+    yield from (f"Note:     {note}" for note in found.notes)
+
+
+def _sides(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{value:.3f} s {side}" for side, value in seconds.items())
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+def _setting(args: argparse.Namespace, info: dict[str, Any], options: Sequence[str], seconds: float) -> dict[str, Any]:
     return {
         "model": args.model or "pd-radix make-model",
         "backend": args.backend,
         "router": named_gateway(args.router).version,
-        "device": off.device,
-        "dtype": off.dtype,
-        "page_size": off.page_size,
+        "device": str(info["device"]),
+        "dtype": str(info["dtype"]),
+        "page_size": info["page_size"],
         "engine_options": hidden(options),
         "sglang_pd_radix": __version__,
         "sglang": importlib.metadata.version("sglang"),
@@ -178,14 +382,11 @@ def _setting(args: argparse.Namespace, off: Run, options: Sequence[str], seconds
     }
 
 
-def engine_options(given: Sequence[str], workload: Workload, made_model: bool) -> list[str]:
+def engine_options(given: Sequence[str], made_model: bool) -> list[str]:
     """The options of all workers: what the demo needs, unless the user's say otherwise."""
     defaults: dict[str, str | None] = {"--enable-metrics": None, "--page-size": "16"}
     if cpu_host.active():
-        if not has_option(given, "--max-total-tokens", "--mem-fraction-static"):
-            # Room for every conversation twice, since words may take more than one token. More costs start-up time.
-            tokens = max(16384, -(-2 * workload.clients * workload.words // 1024) * 1024)
-            defaults["--max-total-tokens"] = str(tokens)
+        pass  # float32 is what the engine has there
     elif torch_layers.wanted():
         # In float32 another batch changes a token in some ten thousand at most.
         defaults["--dtype"] = "float32"
@@ -209,10 +410,6 @@ def deterministic_options(given: Sequence[str]) -> list[str]:
     ):
         return []
     return ["--enable-deterministic-inference", *(["--attention-backend", "triton"] if backend is None else [])]
-
-
-def _kib(count: float) -> str:
-    return f"{count / 1024:g}"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, NoReturn
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.patching import loader
 from sglang_pd_radix.patching.syntax import parse
+
+from .arguments import did_you_mean
 
 # Below the engine's package and below those of the patch trees: what names some options, and what declares all.
 _FILES = ("srt/mem_cache/cache_support.py", "srt/server_args.py")
@@ -109,9 +110,7 @@ def try_all(parser: Parser, options: Sequence[str], where: str, whose: str, more
 def _unknown(words: Sequence[str], names: Collection[str], whose: str, more: str) -> str:
     """What is said of ``words`` that nobody knows."""
     first = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
-    if close := difflib.get_close_matches(first, names, n=3, cutoff=0.75):
-        return f"{first} is no option of {whose}; did you mean {' or '.join(close)}?"
-    return f"{first} is no option of {whose}: see {more}"
+    return f"{first} is no option of {whose}{did_you_mean(first, names) or f': see {more}'}"
 
 
 def _declared() -> list[tuple[list[str], dict[str, Any]]]:

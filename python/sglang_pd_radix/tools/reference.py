@@ -76,7 +76,7 @@ VARIABLES = (
         "none",
         "prefill, decode",
         "a file with the secret that signs what prefill and decode tell each other; 16 bytes or more "
-        "([deploy](deploy.md#a-secret-for-the-control-plane))",
+        "([security](security.md#a-secret-for-the-control-plane))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK",
@@ -99,27 +99,28 @@ VARIABLES = (
         "300 on decode with the flag",
         "prefill, decode",
         "seconds that a worker has after SIGTERM for the requests that it has; 0, and without the variable on all "
-        "other workers: SIGTERM is the engine's ([deploy](deploy.md#sigterm))",
+        "other workers: SIGTERM is the engine's ([upgrade](upgrade.md#sigterm))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_GATEWAYS",
         "none",
         "prefill, decode; those that drain",
         "URLs of gateways (smg), with commas between, that let go of the worker at SIGTERM before it refuses anything "
-        "([deploy](deploy.md#sigterm))",
+        "([upgrade](upgrade.md#sigterm))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_ENDED_REQUESTS",
         "0",
         "prefill, decode",
-        "how many ended requests a worker remembers, with when what happened to them ([deploy](deploy.md#watch))",
+        "how many ended requests a worker remembers, with when what happened to them "
+        "([observe](observe.md#one-request))",
     ),
     Variable(
         "SGLANG_TRITON_SHARED_PREFIX_ATTENTION",
         "0",
         "decode, aggregated; GPU, `triton` for decode",
         "1: decode attention reads prefixes that running requests share once "
-        "([deploy](deploy.md#shared-prefixes-in-decode-attention))",
+        "([tuning](tuning.md#shared-prefixes-in-decode-attention))",
     ),
     Variable(
         "SGLANG_CPU_SHARED_PREFIX_ATTENTION",
@@ -314,8 +315,8 @@ STATUSES = (
     (
         "503",
         "worker",
-        "it has had SIGTERM and takes nothing new ([deploy](deploy.md#sigterm)); of `/health` also: it starts, or its "
-        "scheduler does not answer",
+        "it has had SIGTERM and takes nothing new ([upgrade](upgrade.md#sigterm)); of `/health` also: it starts, or "
+        "its scheduler does not answer",
     ),
     (
         "503",
@@ -519,8 +520,8 @@ def as_markdown() -> str:
 
     parts = [
         "# Reference",
-        "Made by `pd-radix reference --markdown`. How these are used is in [deploy.md](deploy.md); what to do about a "
-        "message is in [troubleshooting.md](troubleshooting.md).",
+        "Made by `pd-radix reference --markdown`. How these are used is in [deploy.md](deploy.md) and "
+        "[tuning.md](tuning.md); what to do about a message is in [troubleshooting.md](troubleshooting.md).",
         "## Options of a worker",
         "Those that this package adds to `python -m sglang.launch_server`. The flag is the first of them.",
         _table(("option", "default", "meaning"), engine_options()),

@@ -23,9 +23,6 @@ DECODE_COUNTERS = {
     "transferred_tokens": "sglang:decode_transferred_tokens_total",
 }
 
-# What decode counts besides once it has computed a prompt.
-LOCAL_COUNTERS = {"computed_tokens": "sglang:decode_computed_tokens_total"}
-
 
 def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
     """Sums over all label sets of the Prometheus counters in ``names`` (ours -> theirs). A missing one is left out."""
@@ -143,16 +140,6 @@ def problems_of(name: str, pools: Sequence[dict[str, Any]], keeps_tree: bool) ->
     if keeps_tree and not pools:
         return [f"{name} tells nothing of its KV pool"]
     return [problem for pool in pools for problem in pool_problems(name, pool, keeps_tree)]
-
-
-def pools_of(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
-    """The KV pools of every worker (``decode-0``), as `idle_pools`."""
-    return {worker.name: idle_pools(worker.url) for worker in cluster.processes if worker.is_worker}
-
-
-def by_rank(pools: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The pool of every rank, from those of every worker, by what the rank is called."""
-    return {rank_name(worker, pool): pool for worker, found in pools.items() for pool in found}
 
 
 def empty_caches(cluster: Cluster, urls: Sequence[str], timeout_s: float = 10) -> None:

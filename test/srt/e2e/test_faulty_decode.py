@@ -26,42 +26,22 @@ def failed(command: list[str], report: Path, faults: str, after: int = 0) -> dic
     return json.loads(report.read_text())
 
 
-SENT = "times the least possible was sent from turn 2 on"
-# Where nothing is kept, no rest is short enough for decode to compute it.
-UNUSED = "decode has computed no token of a prompt"
-
-
-@pytest.mark.parametrize(
-    ("faults", "told", "follows"),
-    [
-        ("keeps no answers", "earlier answers are not reused", [SENT]),
-        ("keeps nothing", "earlier prompts are not reused", [SENT, UNUSED]),
-    ],
-)
-def test_the_demo_sees_what_does_not_enter_the_tree(clusters, model, tmp_path, faults, told, follows):
+@pytest.mark.parametrize("faults", ["keeps no answers", "keeps nothing"])
+def test_the_demo_sees_what_does_not_enter_the_tree(clusters, model, tmp_path, faults):
     """All turns together sent 1.048 times the least without a single answer in the tree, and that passed once."""
     clusters.stop()
     command = ["-m", "sglang_pd_radix.tools.cli", "demo", "--model", model, "--work-dir", str(tmp_path / "work")]
     failures = failed(command, tmp_path / "demo.json", faults)["failures"]
-    assert failures[0].startswith(f"turns 2 to 5: {told}")
-    assert all(any(part in more for part in follows) for more in failures[1:])
-
-
-def test_a_soak_sees_wrong_tokens(clusters, model, tmp_path):
-    clusters.stop()
-    command = [str(ROOT / "benchmark" / "soak.py"), "--minutes", "1", "--distinct", "60", "--shrink", "96"]
-    command += ["--model", model, "--log-dir", str(tmp_path / "logs")]
-    problems = failed(command, tmp_path / "soak.json", "wrong token", after=30)["problems"]
-    assert problems and all("differs from token 0 on from that of one engine alone" in each for each in problems)
+    assert failures[0].startswith("on: ") and "times the least possible was sent from turn 2 on" in failures[0]
 
 
 def test_a_storm_sees_each_of_three_faults_by_its_own_part(clusters, model, tmp_path):
     """They begin in the storm: in the calm before it nothing is wrong."""
     clusters.stop()
     command = [str(ROOT / "benchmark" / "chaos.py"), "--seconds", "90", "--distinct", "40", "--shrink", "96"]
-    command += ["--seed", "3", "--model", model, "--log-dir", str(tmp_path / "logs")]
+    command += ["--without", "kill", "--seed", "3", "--model", model, "--log-dir", str(tmp_path / "logs")]
     report = failed(command, tmp_path / "chaos.json", "wrong token,forgets,leaks descriptors", after=250)
     assert "storm" in report
     found = "\n".join(report["problems"])
-    for part in ("differs from token 0 on", "storm: the tree of decode-", "decode: descriptors grow with the requests"):
+    for part in ("differs from token 0 on", "after the storm: the tree of decode-", "descriptors more than before"):
         assert part in found, part

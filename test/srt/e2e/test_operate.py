@@ -4,6 +4,7 @@ and alarms fire when what they are for is done to the workers.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -15,7 +16,7 @@ import requests
 from pd import FLAG, Pair, conversations, pools, words
 from prometheus_server import PROMETHEUS, prometheus
 
-from sglang_pd_radix.tools.operate.panels import SECTIONS
+from sglang_pd_radix.tools.dashboard import DASHBOARD
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -92,10 +93,12 @@ def test_no_panel_is_empty_under_load(cluster, watcher):
         empty = ["all"]
         while empty and time.monotonic() < end:
             time.sleep(2)
-            panels = [panel for panels in SECTIONS.values() for panel in panels]
-            empty = [p.title for p in panels if not any(watcher.query(now(q.expr)) for q in p.queries)]
+            panels = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+            empty = [p["title"] for p in panels if not any(watcher.query(now(q["expr"])) for q in p["targets"])]
         assert not empty
-        held = dict((labels["instance"], value) for labels, value in watcher.query(now(panels[0].queries[0].expr)))
+        held = dict(
+            (labels["instance"], value) for labels, value in watcher.query(now(panels[0]["targets"][0]["expr"]))
+        )
     finally:
         over.set()
         for client in clients:

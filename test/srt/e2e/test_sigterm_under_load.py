@@ -32,7 +32,7 @@ LIFE = {
         "answered",
     ],
 }
-# Seconds that a worker has for what it has; and what it may take beside them, as deploy.md says.
+# Seconds that a worker has for what it has; and what it may take beside them, as docs/upgrade.md says.
 TIMEOUT_S, MORE_S = 60, 20
 
 

@@ -1,4 +1,4 @@
-"""Each alarm fires when it should and not otherwise, by promtool, and docs/troubleshooting.md says what to do."""
+"""Each alarm fires when it should and not otherwise, by promtool, and docs/observe.md says what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.dashboard import RULES, SCRAPE
 
 CASES = Path(__file__).parent / "alarms" / "cases.yml"
-PAGE = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "observe.md").read_text(encoding="utf-8")
 ALARMS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
@@ -67,7 +67,7 @@ def test_each_has_a_case_in_which_it_fires(alarm):
 
 def sections() -> dict[str, str]:
     """The sections on alarms, by the alarm."""
-    found = re.findall(r"^### (PdRadix\w+)\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^### (PdRadix\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     return dict(found)
 
 
@@ -77,7 +77,7 @@ def test_each_has_its_section():
         for part in ("**Means.**", "**Look at.**", "**Do.**"):
             assert part in text, f"{alarm}: {part}"
         rule = ALARMS[alarm]
-        assert rule["annotations"]["runbook_url"] == f"docs/troubleshooting.md#{alarm.lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/observe.md#{alarm.lower()}"
         assert rule["labels"]["severity"] in ("page", "warn", "info") and rule["annotations"]["summary"]
 
 
@@ -85,4 +85,4 @@ def test_runbooks_lead_where_the_operator_keeps_the_docs(capsys):
     assert cli.main(["dashboard", "--alarms", "--docs-url", "https://example.org/docs/"]) == 0
     rules = yaml.safe_load(capsys.readouterr().out)["groups"][0]["rules"]
     pages = {rule["annotations"]["runbook_url"].partition("#")[0] for rule in rules}
-    assert pages == {"https://example.org/docs/troubleshooting.md"}
+    assert pages == {"https://example.org/docs/observe.md"}

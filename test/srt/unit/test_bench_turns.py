@@ -8,11 +8,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from bench_documents import a_document, run_entry
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import forced
-from sglang_pd_radix.tools.bench import deploy, measure, order, parted, report, turns, workload
+from sglang_pd_radix.tools.bench import deploy, measure, parted, report, turns, workload
 
 SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
 
@@ -71,46 +70,6 @@ def test_every_side_is_warmed_up_alike(monkeypatch):
     warm = [(name, asked) for name, number, asked in made.asked if number == 0]
     assert warm == [(name, turns.WARM_UP_REQUESTS) for name in ("off", "on", "other")]
     assert made.asked[:3] == [(name, 0, turns.WARM_UP_REQUESTS) for name, _ in warm], "before anything is measured"
-
-
-def entry_with(ratios, key="requests_per_s"):
-    """Runs in turns, in which on over off of ``key`` is as given, pair by pair."""
-    runs = []
-    for number, ratio in enumerate(ratios, 1):
-        for turn, name in enumerate(order.in_order(["off", "on"], number), 1):
-            run = run_entry(name, number, 2.0, 1000)
-            run["turn"], run["figures"][key] = turn, 2.0 * (ratio if name == "on" else 1)
-            runs.append(run)
-    return {"key": "a", "variants": ["off", "on"], "runs": runs}
-
-
-def test_ratios_are_told_apart_by_who_was_first():
-    entry = entry_with([1.0, 2.0, 3.0, 4.0])
-    assert order.ratios(entry, "off", "on", "requests_per_s") == ([1.0, 3.0], [2.0, 4.0])
-    del entry["runs"][-1]  # a run that was cut off
-    assert order.ratios(entry, "off", "on", "requests_per_s") == ([1.0, 3.0], [2.0])
-
-
-def test_an_order_that_counts_is_found_and_one_that_does_not_is_not():
-    plain = [([1.30, 1.34], [1.32, 1.31]), ([1.50, 1.61], [1.60, 1.52]), ([2.0, 2.2], [2.1, 2.1])]
-    found = order.effect(plain)
-    assert found.factor == pytest.approx(1.0, abs=0.01) and found.chance > 0.5 and found.workloads == 3
-    biased = [([1.1 * v for v in first], second) for first, second in plain]
-    found = order.effect(biased)
-    assert found.factor == pytest.approx(1.1, abs=0.01) and found.chance < 0.05
-    assert order.effect([([1.0], [])]) is None
-
-
-def test_the_report_says_what_the_order_did():
-    document = a_document()
-    (by_order, said) = report.order_of_sides(document["workloads"])
-    heading, (row,) = by_order
-    cells = dict(zip(heading, row, strict=True))
-    assert (cells["requests/s: off"], cells["requests/s: on"]) == ("1.50", "2.00")
-    assert "requests/s 0.750 times" in said and said in report.markdown(document) and said in report.html(document)
-    for run in document["workloads"][0]["runs"]:
-        run["turn"] = 1 + (run["variant"] == "on")  # off always first: nothing can be said
-    assert report.order_of_sides(document["workloads"]) == (None, "")
 
 
 # ---- answers that are not the same ----

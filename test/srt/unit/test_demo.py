@@ -1,4 +1,4 @@
-"""The command `pd-radix demo`, against a deployment of one small HTTP server."""
+"""The command `pd-radix demo`: what it asks of the benchmark, and what it makes of the runs. No server is started."""
 
 from __future__ import annotations
 
@@ -6,102 +6,259 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_deployment import SMALL, Deployment, Words, hold
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import chat_local, chat_tokens, demo
+from sglang_pd_radix.tools import demo
+from sglang_pd_radix.tools.bench import least, report
 from sglang_pd_radix.tools.cluster import RADIX_FLAG
 
-
-def test_a_gpu_gives_answers_that_do_not_depend_on_the_batch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.cpu_host, "active", lambda: False)
-    made = demo.engine_options([], SMALL, True)
-    assert "--enable-deterministic-inference" in made and made[-2:] == ["--attention-backend", "triton"]
-    assert "--enable-deterministic-inference" in demo.engine_options(["--attention-backend", "fa3"], SMALL, False)
-    assert "--enable-deterministic-inference" not in demo.engine_options(["--attention-backend", "x"], SMALL, False)
-    # In float32 nothing has to be done for it, and the engine's default backend has no float32.
-    monkeypatch.setenv("SGLANG_TORCH_LAYERS", "1")
-    exact = ["--dtype", "float32", "--attention-backend"]
-    assert demo.engine_options([], SMALL, True)[-4:] == [*exact, "triton"]
-    assert demo.engine_options([*exact, "x"], SMALL, False)[:4] == [*exact, "x"]
-    assert "--enable-deterministic-inference" not in demo.engine_options([], SMALL, False)
-
-
-@pytest.fixture
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Runs of the demo on the stand-in; yields the options of each cluster that it would have started."""
-    made: list[dict[str, Any]] = []
-
-    def cluster(model: str, **options: Any) -> Deployment:
-        made.append({"model": model, **options})
-        local = "auto" in options["decode_args"]
-        return Deployment(cached=RADIX_FLAG in options["decode_args"], computes=12 if local else 0)
-
-    monkeypatch.setattr(demo, "Cluster", cluster)
-    yield made
+PAGE, PAGE_BYTES = 4, 100
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    small = "--clients 2 --turns 2 --document 20 --question 5 --answer 4 --beside 0"
+    small = "--clients 2 --turns 3 --document 20 --question 5 --answer 8"
     return parser.parse_args([*small.split(), *arguments])
 
 
-def test_the_command(no_cluster: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def turn(args: argparse.Namespace, number: int, side: str, more_pages: int = 0, computed: int = 0) -> dict[str, Any]:
+    """What a turn of such a chat comes to, where nothing is wrong."""
+    asked = args.document + number * (args.question + args.answer)
+    held = (asked - args.question) // PAGE * PAGE if number and side != "off" else 0
+    pages, fewest = -(-asked // PAGE), -(-asked // PAGE) - ((asked - args.question) // PAGE if number else 0)
+    sent = (pages if side == "off" else fewest) + more_pages
+    counts = {
+        "requests": args.clients,
+        "duration_s": 1.0,
+        "ttft_p50_s": 0.1,
+        "least_pages": fewest * args.clients,
+        "prompt_pages": pages * args.clients,
+        "asked_tokens": asked * args.clients,
+        "prompt_tokens": asked * args.clients,
+        "reused_tokens": held * args.clients,
+        "computed_tokens": computed,
+        "transferred_tokens": (asked - held) * args.clients - computed,
+        "sent_bytes": sent * args.clients * PAGE_BYTES,
+    }
+    return counts
+
+
+def measured(args: argparse.Namespace, sides: tuple[str, ...] = ("off", "on"), **wrong: dict[str, Any]) -> dict:
+    """The benchmark's entry of the chat. wrong: of a side, what its turns from the second on have instead."""
+    runs = []
+    for side in sides:
+        rounds = [turn(args, n, side, computed=4 * (side == "local" and n > 0)) for n in range(args.turns)]
+        for one in rounds[1:]:
+            one |= wrong.get(side, {})
+        totals = {key: sum(one[key] for one in rounds) for key in rounds[0]}
+        figures = {figure.key: 1.0 for figure in (*report.FIGURES, *report.CHAT_FIGURES)} | totals
+        runs.append({"variant": side, "radix": side != "off", "figures": figures, "rounds": rounds})
+        runs[-1]["different_answers"] = 0
+    entry = {"key": "c", "title": "chat", "requests": args.clients * args.turns, "variants": [*sides], "runs": runs}
+    entry |= {"problems": [], "differences": [], "sizes": {}, "page_size": PAGE}
+    report.finish(entry)
+    return entry
+
+
+def found(*arguments: str, info: dict[str, Any] | None = None, **more: Any) -> demo.Found:
+    args = _parse(*arguments)
+    about = {"page_size": PAGE, "dtype": "torch.float32", "device": "cpu"} | (info or {})
+    made = demo.Found(args, about, measured(args, **more))
+    demo.judge(made)
+    return made
+
+
+def test_the_least_here_is_that_of_a_cache_that_forgets_nothing() -> None:
+    """What the stand-in's runs take for the least possible, by the benchmark's own `Keeper`."""
+    args = _parse()
+    keeper, history, sent = least.Keeper(least.PageIndex(PAGE)), [], []
+    for number in range(args.turns):
+        history += range(1000 * number, 1000 * number + (args.question if number else args.document))
+        sent.append(args.clients * keeper.send(history))
+        answer = [*range(1000 * number + 500, 1000 * number + 500 + args.answer)]
+        keeper.answered(history, answer)
+        history += answer
+    assert sent == [turn(args, number, "on")["least_pages"] for number in range(args.turns)]
+
+
+def test_a_cache_that_reuses_all_is_no_failure() -> None:
+    made = found(sides=("off", "on", "local"))
+    assert not made.failures and not made.notes and made.identical
+    assert made.total("on", "sent_over_least") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("side", "wrong", "told"),
+    [
+        ("on", {"sent_bytes": 10 * PAGE_BYTES}, "on: 2.500 times the least possible was sent from turn 2 on"),
+        ("on", {"sent_bytes": 2 * PAGE_BYTES}, "on: fewer KV bytes are counted from turn 2 on than any cache has to"),
+        ("off", {"reused_tokens": 8}, "with the flag off, decode reused part of a prompt"),
+        ("on", {"transferred_tokens": 1}, "on: decode counted 198 prompt tokens of 198, of which"),
+        ("local", {"sent_bytes": 10 * PAGE_BYTES}, "local: 2.500 times the least possible"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_found(side: str, wrong: dict[str, Any], told: str) -> None:
+    made = found(sides=("off", "on", "local"), **{side: wrong})
+    assert any(failure.startswith(told) for failure in made.failures), made.failures
+
+
+def test_what_decode_computes_itself_need_not_be_sent() -> None:
+    few = {"sent_bytes": 0}
+    assert not found(sides=("off", "on", "local"), local=few).failures
+
+
+def test_what_the_tokenizer_writes_otherwise_is_no_fault_of_the_cache() -> None:
+    """The history has other tokens than the answers had: no cache can reuse these."""
+    split = {"asked_tokens": 99, "prompt_tokens": 99, "transferred_tokens": 99, "reused_tokens": 0}
+    made = found(on={**split, "sent_bytes": 90 * PAGE_BYTES})
+    assert not made.failures and "no cache can reuse" in made.notes[0]
+
+
+def test_the_end_of_an_answer_may_be_missing_from_a_tree_for_speculation() -> None:
+    one_page_more = {"sent_bytes": 6 * PAGE_BYTES}
+    assert found(on=one_page_more).failures
+    assert not found(on=one_page_more, info={"speculative_algorithm": "EAGLE"}).failures
+
+
+def test_a_prefill_that_counts_nothing_cannot_be_judged() -> None:
+    made = found("--turns", "1")
+    for run in made.entry["runs"]:
+        run["figures"]["sent_bytes"] = 0
+    report.finish(made.entry)
+    demo.judge(made)
+    assert "no KV bytes were counted" in made.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("most", "computed", "failures", "notes"), [(64, 0, 1, 0), (64, 4, 0, 0), (2, 0, 0, 0), (None, 0, 0, 1)]
+)
+def test_whether_decode_computes_what_is_short(most: int | None, computed: int, failures: int, notes: int) -> None:
+    made = found(sides=("off", "on", "local"))
+    made.runs["local"]["figures"]["computed_tokens"] = computed
+    demo._judge_computed(made, most)
+    assert (len(made.failures), len(made.notes)) == (failures, notes)
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Runs of the demo on stand-ins; yields what it has asked them for."""
+    asked: dict[str, Any] = {}
+
+    class Deployment:
+        def __init__(self, model: str, shape: Any, options: Any, *rest: Any, **more: Any) -> None:
+            asked.update(model=model, shape=shape, options=options, **more)
+            self.variants = [SimpleNamespace(name=side.name) for side in more["sides"]]
+
+        def __enter__(self) -> Deployment:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def info(self, variant: Any) -> dict[str, Any]:
+            return {"page_size": PAGE, "dtype": "float32", "device": "cpu"}
+
+        def decode_urls(self, variant: Any) -> list[str]:
+            return [variant.name]
+
+    def measure_all(deployment: Any, load: Any, workload: Any, runs: int, *rest: Any) -> dict[str, Any]:
+        asked.update(workload=workload, runs=runs)
+        args = argparse.Namespace(**{key: workload.sizes[key] for key in ("clients", "turns", *asked["lengths"])})
+        return measured(args, tuple(variant.name for variant in deployment.variants))
+
+    def run_once(deployment: Any, load: Any, workload: Any, variant: Any, *rest: Any) -> Any:
+        asked["steady"] = workload.steady
+        return SimpleNamespace(figures={"later_ttft_p50_s": 0.5}, problems=[])
+
+    asked["lengths"] = ("document", "question", "answer")
+    load = SimpleNamespace(wait_ready=lambda: None, words=range(100, 200), close=lambda: None)
+    monkeypatch.setattr(demo.deploy, "Deployment", Deployment)
+    monkeypatch.setattr(demo.measure, "LoadGenerator", lambda *args: load)
+    monkeypatch.setattr(demo.measure, "run_once", run_once)
+    monkeypatch.setattr(demo.turns, "measure_all", measure_all)
+    monkeypatch.setattr(demo, "idle_pools", lambda url: [{"computes_up_to": 64}])
+    yield asked
+
+
+def test_the_command(benchmark: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
     args = _parse(
         *("--work-dir", str(tmp_path / "work"), "--json", str(figures), "--", "--tp", "2", "--api-key", "a secret")
     )
     assert demo.run(args) == 0
-    off, on, local = no_cluster
-    assert off["decode_args"] == [] and on["decode_args"] == [RADIX_FLAG, chat_local.LOCAL_FLAG, "off"]
-    assert local["decode_args"] == [RADIX_FLAG, chat_local.LOCAL_FLAG, "auto"]
-    assert off["common_args"] == on["common_args"] == local["common_args"] and off["common_args"][:5] == [
-        *("--tp", "2", "--api-key", "a secret", "--enable-metrics")
+    assert [(side.name, side.radix, side.options) for side in benchmark["sides"]] == [
+        ("off", False, ()),
+        ("on", True, (demo.LOCAL_FLAG, "off")),
+        ("local", True, (demo.LOCAL_FLAG, "auto")),
     ]
+    assert benchmark["options"][:5] == ["--tp", "2", "--api-key", "a secret", "--enable-metrics"]
+    assert benchmark["runs"] == 1 and benchmark["workload"].chat and benchmark["steady"].clients == 2
     assert (tmp_path / "work" / "model" / "config.json").exists()
     document = json.loads(figures.read_text())
     # What nobody is to read is in no report.
-    told = [word.replace("a secret", "...") for word in off["common_args"]]
-    assert document["setting"]["engine_options"] == told != off["common_args"]
-    assert document["runs"]["local"]["totals"]["computed_tokens"] == 2 * 12
-    shown = capsys.readouterr()
-    assert "turn 2 of 2" in shown.err and shown.out.count("4 of 4 identical") == 2
-    assert "from turn 2 on, 0.0 MiB; decode computed 24 of" in shown.out
-
-
-@pytest.mark.parametrize("forgets", [False, True])
-def test_the_tokens_of_the_chat_tell_the_template_from_the_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], forgets: bool
-) -> None:
-    """A template that rewrites answers is no failure; a cache that keeps nothing beside it is."""
-    words = Words(rewrites=True)
-
-    def cluster(model: str, **options: Any) -> Deployment:
-        return Deployment(cached=RADIX_FLAG in options["decode_args"], words=words, keeps_no_prompt=forgets)
-
-    monkeypatch.setattr(demo, "Cluster", cluster)
-    monkeypatch.setattr(chat_tokens, "load", lambda path: words)
-    assert demo.run(_parse("--work-dir", str(tmp_path / "work"), "--local-prefill", "off")) == forgets
+    assert "a secret" not in figures.read_text() and "..." in document["setting"]["engine_options"]
+    assert document["runs"]["local"]["totals"]["computed_tokens"] == 8 and document["identical"]
+    assert document["workload"] == {
+        **{"clients": 2, "turns": 3, "document": 20, "question": 5, "answer": 8},
+        "seed": 0,
+    }
     shown = capsys.readouterr().out
-    assert "template or the tokenizer makes others of the same text, and no cache can reuse them" in shown
-    assert ("FAILED" in shown) == forgets
+    assert "on is 1.000 times the least possible" in shown and "decode computed 8 of 198 prompt tokens" in shown
+    assert (
+        "beside 2 clients with prompts of 3000 tokens, turns 2 and 3: 0.500 s off, 0.500 s on, 0.500 s local" in shown
+    )
+    assert "Answers:  identical on all sides: all 18" in shown and "FAILED" not in shown
 
 
-def test_users_options_win() -> None:
-    options = demo.engine_options(["--page-size=64", "--max-total-tokens", "999", "--dtype", "float16"], SMALL, True)
-    assert options.count("--page-size") == 0 and options.count("--max-total-tokens") == 1
-    assert options.count("--dtype") == 1
+def test_a_failure_is_told_and_is_the_exit_code(
+    benchmark: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_all(*_: Any) -> dict[str, Any]:
+        return measured(_parse(), on={"sent_bytes": 99 * PAGE_BYTES}) | {"problems": ["on, run 1: a page is lost"]}
+
+    monkeypatch.setattr(demo.turns, "measure_all", measure_all)
+    rest = ("--local-prefill", "off", "--beside", "0", "--work-dir", str(tmp_path))
+    assert demo.run(_parse(*rest)) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED:   on, run 1: a page is lost" in shown and "times the least possible was sent from turn 2" in shown
+    assert [side.name for side in benchmark["sides"]] == ["off", "on"] and "steady" not in benchmark
+
+
+def test_a_gpu_gives_answers_that_do_not_depend_on_the_batch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.cpu_host, "active", lambda: False)
+    made = demo.engine_options([], True)
+    assert "--enable-deterministic-inference" in made and made[-2:] == ["--attention-backend", "triton"]
+    assert "--enable-deterministic-inference" in demo.engine_options(["--attention-backend", "fa3"], False)
+    assert "--enable-deterministic-inference" not in demo.engine_options(["--attention-backend", "x"], False)
+    # In float32 nothing has to be done for it, and the engine's default backend has no float32.
+    monkeypatch.setenv("SGLANG_TORCH_LAYERS", "1")
+    exact = ["--dtype", "float32", "--attention-backend"]
+    assert demo.engine_options([], True)[-4:] == [*exact, "triton"]
+    assert demo.engine_options([*exact, "x"], False)[:4] == [*exact, "x"]
+    assert "--enable-deterministic-inference" not in demo.engine_options([], False)
+
+
+def test_users_options_win(benchmark: dict[str, Any], tmp_path: Path) -> None:
+    options = demo.engine_options(["--page-size=64", "--dtype", "float16"], True)
+    assert options.count("--page-size") == 0 and options.count("--dtype") == 1
+    given = ("--work-dir", str(tmp_path), "--", "--max-total-tokens", "999")
+    demo.run(_parse(*given))
+    assert benchmark["shape"].pool == 999
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--clients", "0"], "--clients 0"),
+        (["--answer", "1"], "--answer 1: must be at least 2"),
         (["--beside", "-1"], "--beside -1: give 0 clients or more"),
         (["--local-prefill", "maybe"], "--local-prefill maybe: give off, auto or 1 token or more"),
         (["--local-prefill", "0"], "--local-prefill 0: give"),
@@ -111,68 +268,15 @@ def test_users_options_win() -> None:
         (["--", RADIX_FLAG], "remove it from the engine options"),
     ],
 )
-def test_bad_usage_starts_nothing(no_cluster: list[dict[str, Any]], arguments: list[str], message: str) -> None:
+def test_bad_usage_starts_nothing(benchmark: dict[str, Any], arguments: list[str], message: str) -> None:
     with pytest.raises(PdRadixError, match=message):
         demo.run(_parse(*arguments))
-    assert no_cluster == []
+    assert "model" not in benchmark
 
 
-def test_switched_off_patch_set_is_refused(no_cluster: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_patch_set_is_refused(benchmark: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for no in ("0", "false"):
         monkeypatch.setenv("SGLANG_PD_RADIX", no)
         with pytest.raises(PdRadixError, match="SGLANG_PD_RADIX=0"):
             demo.run(_parse())
-    assert no_cluster == []
-
-
-# ---- the run in which decode computes what is short ----
-
-
-@pytest.mark.parametrize(
-    ("faults", "told"),
-    [
-        ({}, None),
-        ({"asks_prefill": True}, "decode has computed no token of a prompt, and some were short enough"),
-        ({"answers": {2: [1]}}, "3 answers are not identical"),
-        ({"extra_pages": 3, "computes": 4}, "more KV was sent than without it"),
-        ({"pool": {"locks_taken": 7}}, "7 locks were taken and 5 released"),
-    ],
-)
-def test_what_is_wrong_with_that_run_is_found(faults: dict[str, Any], told: str | None) -> None:
-    off, on, local = hold(cached=False), hold(cached=True), hold(cached=True, **{"computes": 16, **faults})
-    judged = chat_local.judge(off, on, local)
-    assert (judged.failures == []) if told is None else any(told in failure for failure in judged.failures)
-    shown = "\n".join(chat_local.lines(judged))
-    assert ("FAILED" in shown) == (told is not None)
-
-
-def test_a_deployment_that_computes_none_says_so() -> None:
-    off, on = hold(cached=False), hold(cached=True)
-    judged = chat_local.judge(off, on, hold(cached=True))
-    assert judged.failures == [] and "its log says why" in judged.notes[0]
-
-
-class Splits(Words):
-    """A tokenizer to which one of two answers that are as likely is more tokens than the other, once it is asked."""
-
-    def apply_chat_template(self, messages: Any, **more: Any) -> list[int]:
-        split = [{**m, "content": m["content"].replace("other3", "o t h e r 3")} for m in messages]
-        return super().apply_chat_template(split, **more)
-
-
-@pytest.mark.parametrize("computes", [0, 8])
-@pytest.mark.parametrize("extra_pages", [0, 3])
-def test_a_conversation_that_rounding_has_parted_is_held_to_its_own_bound(
-    monkeypatch: pytest.MonkeyPatch, computes: int, extra_pages: int
-) -> None:
-    """It has other prompts than the run before, so what that sent says nothing of it."""
-    words = Splits()
-    monkeypatch.setattr(chat_tokens, "load", lambda path: words)
-    common: dict[str, Any] = {"dtype": "torch.bfloat16", "words": words}
-    off, on = hold(False, **common), hold(True, **common)
-    parted = {"answers": {0: (3,), 1: (3,)}, "behind": 0.0, "computes": computes, "extra_pages": extra_pages}
-    judged = chat_local.judge(off, on, hold(True, **common, **parted))
-    assert sum(turn.sent_bytes for turn in on.turns[1:]) < judged.later_sent and on.sizes != judged.on.sizes
-    assert len(judged.failures) == bool(extra_pages)
-    if extra_pages:
-        assert "times the least possible was sent from turn 2 on" in judged.failures[0]
+    assert "model" not in benchmark

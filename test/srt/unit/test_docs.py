@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import http.server
 import importlib.util
+import json
 import re
+import subprocess
+import sys
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -24,8 +29,13 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 #: A record says what was run when it was run; of those only the links have to hold.
 RECORDS = [DOCS / "evidence.md", ROOT / "benchmark" / "runs" / "README.md"]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")]
 EXTRAS = sorted(ROOT.glob("python/extras/*/README.md"))
-GUIDES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*RECORDS}), *EXTRAS]
+GUIDES = [*AT_THE_TOP, *sorted({*DOCS.rglob("*.md")} - {*RECORDS}), *EXTRAS]
+#: What an operator reads.
+OPERATORS = [
+    DOCS / f"{name}.md" for name in "quick-start deploy tuning observe upgrade security troubleshooting".split()
+]
 PAGES = [*GUIDES, *RECORDS]
 ENGINE = Path(importlib.util.find_spec("sglang").origin).parent
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -61,7 +71,7 @@ def test_the_protocol_counts_what_ranks_agree_on_as_the_code_does():
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-#: What runs each command of README, as its beginning: the file of a test, or CI itself.
+#: What runs each command of README and the quick start, as its beginning: the file of a test, or CI itself.
 RUN_BY = {
     "make demo": "test/srt/e2e/test_readme.py",
     "make test": ".ci/run",
@@ -98,13 +108,49 @@ def test_readme_says_how_large_the_patch_is():
     assert abs(lines - said) <= 500, f"{lines} lines"
 
 
-def test_every_command_of_readme_is_run_by_a_test():
-    blocks = re.findall(r"^    (?=\S)(.+)$", FENCE.sub("", README), re.MULTILINE)
-    commands = [*blocks, *re.findall(r"`(pip [^`]+)`", README)]
-    assert len(commands) >= 9
+@pytest.mark.parametrize(
+    ("page", "least"), [(ROOT / "README.md", 9), (DOCS / "quick-start.md", 2)], ids=["README", "quick start"]
+)
+def test_every_command_is_run_by_a_test(page, least):
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^    (?=\S)(.+)$", FENCE.sub("", text), re.MULTILINE)
+    commands = [*blocks, *re.findall(r"`(pip [^`']+)`", text)]
+    assert len(commands) >= least
     for command in commands:
         (place,) = {file for start, file in RUN_BY.items() if command.startswith(start)}
         assert (ROOT / place).is_file(), f"{command}: there is no {place}"
+
+
+class Chat(http.server.BaseHTTPRequestHandler):
+    """Answers as a gateway does, with nothing cached at first."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/chat/completions" and asked["model"] == "m"
+        before = len(asked["messages"]) - 1
+        usage = {
+            "prompt_tokens": 10 * (before + 1),
+            "prompt_tokens_details": {"cached_tokens": before} if before else None,
+        }
+        answer = {"choices": [{"message": {"role": "assistant", "content": "a"}}], "usage": usage}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_chat_of_the_quick_start_shows_what_is_cached(tmp_path):
+    (script,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "quick-start.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "chat.py").write_text(script)
+    with http.server.HTTPServer(("127.0.0.1", 0), Chat) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-I", str(tmp_path / "chat.py"), url, "m"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        server.shutdown()
+    assert re.findall(r"cached (\d+)", shown) == ["0", "2", "4"]
 
 
 def test_the_entry_of_the_next_release_is_short():
@@ -272,7 +318,7 @@ def test_every_file_is_there(page):
 
 
 #: Files that commands write, or that stand for a new one.
-MADE = {"report.json", "record.json", "wire.py", "conn.py"}
+MADE = {"report.json", "record.json", "wire.py", "conn.py", "chat.py"}
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
@@ -306,10 +352,36 @@ def test_pages_named_in_code_are_there(folder):
     assert not missing, "\n".join(missing)
 
 
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_an_operator_can_read_all_of_it():
+    assert sum(map(words, [*OPERATORS, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"])) <= 11_000
+
+
+@pytest.mark.parametrize("page", OPERATORS, ids=_name)
+def test_a_long_page_begins_with_its_contents(page):
+    text = page.read_text(encoding="utf-8")
+    if len(text.splitlines()) > 150:
+        beginning = text.partition("\n## ")[0]
+        linked = set(re.findall(r"\]\(#([\w-]+)\)", beginning))
+        headings = re.findall(r"^(## .+)$", FENCE.sub("", text), re.MULTILINE)
+        missing = [heading for heading in headings if not anchors(heading) <= linked]
+        assert not missing
+
+
 def test_docs_can_be_read():
     """What was measured is in git history, and what the code says is printed by a command."""
     words = [word for page in DOCS.rglob("*.md") for word in page.read_text().split() if re.search(r"[^\W_]", word)]
     assert len(words) <= 75_000, f"docs have {len(words)} words"
+
+
+def test_decisions_and_protocol_end():
+    for page in [*(DOCS / "decisions").glob("*.md"), DOCS / "protocol.md"]:
+        words = [word for word in page.read_text(encoding="utf-8").split() if re.search(r"[^\W_]", word)]
+        most = 2500 if page.name == "protocol.md" else 300
+        assert len(words) <= most, f"{page.name} has {len(words)} words"
 
 
 @pytest.mark.parametrize("page", EXTRAS, ids=_name)

@@ -10,10 +10,8 @@ from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_policy import Bucket, Policy
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.local_steps import pick, who_wait
-from sglang.srt.disaggregation.step_time import MOST_DRIFT, Estimate, OtherRanks, Parts
+from sglang.srt.disaggregation.step_time import MOST_DRIFT, OtherRanks
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-MS = 10**9
 
 
 def step(reqs: int, everywhere: list[int] | None, prompts: bool = False) -> SimpleNamespace:
@@ -30,9 +28,9 @@ def step(reqs: int, everywhere: list[int] | None, prompts: bool = False) -> Simp
 
 
 class Rank:
-    """One that has 16 remainders of 128 tokens to compute and decodes ``running`` requests, with a target of 15 ms."""
+    """One that has 16 remainders of 128 tokens to compute and decodes ``running`` requests."""
 
-    def __init__(self, running: int, target: bool = True):
+    def __init__(self, running: int):
         tree = SimpleNamespace(is_eagle=False, page_size=16)
         admission = SimpleNamespace(transfers=SimpleNamespace(short=lambda: None))
         self.local = LocalPrefills(tree, None, admission, None, Policy.of("auto"), True)
@@ -47,20 +45,14 @@ class Rank:
             waiting_queue=[],
             enable_lora=False,
         )
-        if target:
-            gate = ItlGate(15.0, SimpleNamespace(protected_size_=0))
-            # A decode step: 4 ms and half a millisecond a request. One over prompts: 1 ms and a tenth for a token.
-            gate.estimate = Estimate(Parts(4 * MS, MS // 2, 0), Parts(MS, MS // 10, 0), 1000, 100, 20, 10000, 3)
-            self.local.bound = lambda most: gate.most_computed(most, reqs, self.local.ranks.decoding)
 
     def next_step(self) -> int:
         """Tokens of prompts."""
         return sum(end - one.done for one, end in pick(self.scheduler, self.local))
 
 
-@pytest.mark.parametrize("target", [True, False])
-def test_who_decodes_on_another_rank_is_waited_for_as_here(target):
-    here, elsewhere = Rank(8, target), Rank(0, target)
+def test_who_decodes_on_another_rank_is_waited_for_as_here():
+    here, elsewhere = Rank(8), Rank(0)
     elsewhere.local.ranks.note_step(step(0, [0, 8]))
     assert who_wait(elsewhere.scheduler, elsewhere.local) == 8
     assert elsewhere.next_step() == here.next_step() < 200
@@ -86,7 +78,7 @@ def test_prompts_are_no_requests_of_a_step():
     """Neither the gate nor the pace takes a step for as long as another rank's prompts made it; clients wait for it."""
     gates, paces = [], []
     for prompts in (False, True):
-        gate, pace, now = ItlGate(15.0, SimpleNamespace(protected_size_=0)), Bucket(lambda: 0.1), 0.0
+        gate, pace, now = ItlGate(15.0), Bucket(lambda: 0.1), 0.0
         for n in range(200):
             requests = 1 + n % 8
             for each in (gate, pace):
@@ -132,7 +124,7 @@ def test_a_rank_that_decodes_nothing_measures_what_it_waits_for():
 @pytest.mark.parametrize("together", [True, False])
 def test_a_step_without_prompts_comes_between_two_where_others_may_decode(monkeypatch, together):
     """What another rank decodes is told of no other; one that decodes nothing itself would never hear of it."""
-    rank = Rank(0, target=False)
+    rank = Rank(0)
     rank.local.ranks.together = together
     rank.local.launched = SimpleNamespace(reqs=[])
     for name in ("end_aborted", "merge_computed"):
@@ -146,7 +138,7 @@ def test_a_step_without_prompts_comes_between_two_where_others_may_decode(monkey
 
 def test_a_burst_is_not_all_taken_because_nobody_decodes_yet():
     """The first of it decode when the rest has its turn, which then waits for their steps."""
-    rank = Rank(0, target=False)
+    rank = Rank(0)
     rank.local.bucket.take([1000, 7_000])
     req = SimpleNamespace(
         origin_input_ids=[0] * 128, return_logprob=False, return_hidden_states=False, return_routed_experts=False,

@@ -61,7 +61,7 @@ def test_a_switch_that_can_be_turned_off_has_both_names():
     ("options", "message"),
     [
         (["--wibble", "3"], "x: --wibble is no option of the engine: see python -m sglang.launch_server --help"),
-        (["--page-sise=16"], "x: --page-sise is no option of the engine; did you mean --page-size"),
+        (["--page-sise=16"], "x: --page-sise is no option of the engine: did you mean --page-size"),
         (["16"], "x: 16 is no option of the engine"),
         (["--page-size"], "x: argument --page-size: expected one argument"),
         (["--page-size", "many"], "x: argument --page-size: invalid int value: 'many'"),

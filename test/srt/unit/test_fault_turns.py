@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import chaos
 import pytest
-from faults import deploy, hits, turns
-from faults.traffic import Ask, Clients, Told
+from faults import deploy, turns
+from faults.traffic import Ask, Clients
 
 PAGE = """# TYPE sglang:prefill_reads_total counter
 sglang:prefill_reads_total{tp_rank="0",outcome="read"} 5
@@ -89,18 +89,6 @@ def test_clients_say_which_conversation_and_which_round(server):
     # Without rounds as before: no key, no header.
     Clients(server.url, [Ask((1,), 1)], 1, 1).start().join(30)
     assert "extra_key" not in server.asked[-1][0] and server.asked[-1][1] is None
-
-
-def test_what_another_round_left_can_be_missed():
-    ask = Ask(tuple(range(64)), 4)
-
-    def told(key: str, began: float) -> Told:
-        given = dict(manner="plain", status=200, ended_how="whole", worker="decode-0", hit=0)
-        return Told(number=0, ask=0, began_s=began, ended_s=began + 1, key=key, **given)
-
-    (same,) = hits.judge([told("a", 0.0), told("a", 2.0)], [ask], ["decode-0"], 4096, 16)
-    (other,) = hits.judge([told("a", 0.0), told("b", 2.0)], [ask], ["decode-0"], 4096, 16)
-    assert (same.possible, other.possible) == (64, 0)
 
 
 def test_counters_are_summed_over_lives(server):

@@ -1,28 +1,22 @@
-"""The verdicts of `benchmark/faults` on storms and soaks that are made up: what each finds, and what it lets pass."""
+"""The verdicts of `benchmark/faults` on storms that are made up: what each finds, and what it lets pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 import socket
-import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from faults import blame, deploy, growth, hits, pace, truth
+from faults import blame, books, deploy, judge, truth
 from faults.blame import Window
 from faults.deploy import Done
-from faults.pace import Replay
 from faults.schedule import Event, Shape, events
 from faults.traffic import Ask, Told
 from faults.truth import Truth
-from faults.watch import Sample, Watch
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.cluster import Process
 
 
 def told(how: str = "whole", began: float = 10.0, took: float = 1.0, **more) -> Told:
@@ -165,49 +159,29 @@ def test_what_was_refused_was_not_done(outcome: str, done: bool):
 
 # ---- hits on decode ----
 
-ASKS = [Ask(tuple(range(100 * i, 100 * i + 40)), 4) for i in range(30)]
+
+def test_a_tree_that_holds_less_than_in_calm():
+    asks = [Ask(tuple(range(100 * i, 100 * i + 40)), 4) for i in range(2)]
+
+    def parts(*hits: int | None) -> dict[str, float]:
+        answers = [told(ask=n % 2, worker="decode-0", hit=hit, ids=(1,)) for n, hit in enumerate(hits)]
+        return judge.held_parts(answers, asks, ["decode-0", "decode-1"])
+
+    calm = parts(0, 0, 32, 32)
+    assert calm == {"decode-0": 0.4} and judge.held_problems("in calm", calm, {}) == []
+    (found,) = judge.held_problems("in calm", parts(0, 0, 0, 0), {})
+    assert found == "in calm: the tree of decode-0 held 0% of its prompts"
+    assert judge.held_problems("after", {"decode-0": 0.3, "decode-1": 0.0001}, calm) == []
+    for forgets in (parts(0, 0, 0, None), parts(0, 0, 32, 0)):
+        (found,) = judge.held_problems("after", forgets, calm)
+        assert found.startswith("after: the tree of decode-0 held ") and found.endswith("and 40% in calm")
 
 
-def asked(rounds: int, hit: int | None = 32, worker: str = "decode-0") -> list[Told]:
-    """The requests one after the other: the first time nothing is held, then ``hit`` tokens (two pages of 16)."""
-    return [
-        told(began=float(n), took=0.5, ask=n % 30, worker=worker, hit=0 if n < 30 else hit, ids=(1,))
-        for n in range(30 * rounds)
-    ]
-
-
-def test_hits_that_the_requests_make_possible():
-    (found,) = hits.judge(asked(3), ASKS, ["decode-0"], 4096, 16)
-    assert (found.answered, found.prompts, found.held, found.possible) == (90, 90 * 40, 60 * 32, 60 * 32)
-    assert hits.problems("calm", [found]) == [] == hits.not_judged("calm", [found])
-
-
-def test_a_decode_worker_that_drops_its_hits():
-    for hit in (0, 16, None):
-        found = hits.judge(asked(3, hit), ASKS, ["decode-0"], 4096, 16)
-        assert f"calm: the tree of decode-0 held {30 * 2 * (hit or 0)} tokens" in hits.problems("calm", found)[0]
-    # One of two does: the other's hits do not cover it.
-    both = [*asked(3), *asked(3, 0, "decode-1")]
-    found = hits.judge(both, ASKS, ["decode-0", "decode-1"], 4096, 16)
-    assert [("decode-1" in problem) for problem in hits.problems("storm", found)] == [True]
-    # And none that answers at all has nothing to show.
-    found = hits.judge(asked(3), ASKS, ["decode-0", "decode-2"], 4096, 16)
-    assert "decode-2" in hits.not_judged("storm", found)[0]
-
-
-def test_what_could_be_missed_is_not_asked_for():
-    # Too much was sent in between: of 60 pages, 32 fit.
-    (found,) = hits.judge(asked(3), ASKS, ["decode-0"], 32 * 16, 16)
-    assert found.possible == 0
-    # All were sent at once.
-    together = [told(began=0.0, took=9.0, ask=n % 30, worker="decode-0", hit=0) for n in range(90)]
-    assert hits.judge(together, ASKS, ["decode-0"], 4096, 16)[0].possible == 0
-    # The tree was emptied at 50 s, or in the whole time from 20 to 70 s: what came before does not count.
-    for span, possible in (((50.0, 50.6), 20 + 9), ((20.0, 70.0), 0), ((100.0, 101.0), 60)):
-        (found,) = hits.judge(asked(3), ASKS, ["decode-0"], 4096, 16, {"decode-0": [span]})
-        assert found.possible == 32 * possible, span
-    (other,) = hits.judge(asked(3), ASKS, ["decode-0"], 4096, 16, {"decode-1": [(20.0, 70.0)]})
-    assert other.possible == 60 * 32
+def test_a_process_that_has_more_memory_than_before():
+    before, after = (books.Books("decode-0", 1, rss_kib=kib) for kib in (500_000, 700_000))
+    (found,) = judge.process_problems(before, after, 0)
+    assert found == "decode-0: 488 MiB of memory before and 684 after"
+    assert not judge.process_problems(before, dataclasses.replace(after, pid=2), 0), "another life has its own"
 
 
 # ---- the right answers ----
@@ -290,186 +264,3 @@ def test_an_engine_that_does_not_answer():
 
     with pytest.raises(PdRadixError, match="right answers"):
         truth.ask(Nobody(), [Ask((1,), 2)], 1)
-
-
-# ---- the pace ----
-
-
-@pytest.mark.parametrize("heavy", [False, True])
-@pytest.mark.parametrize("noise", [0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3])
-def test_how_often_the_verdict_on_the_pace_is_wrong(noise: float, heavy: bool):
-    rates = pace.error_rates(noise, heavy)
-    assert rates["slow back"] < 0.05 and rates["same lost"] < 0.05
-    # It does not get there by never saying anything.
-    assert noise > 0.12 or (rates["slow lost"] > 0.9 and rates["same back"] > 0.9)
-
-
-def replays(rates: list[float], others: float = 0.0) -> list[Replay]:
-    return [Replay(rate, others) for rate in rates]
-
-
-def test_the_verdict_on_the_pace():
-    before = replays([10.0, 10.2, 9.8, 10.1, 9.9, 10.0, 10.1, 9.9])
-    assert pace.judge(before, replays([9.9, 10.1, 10.0, 9.8])).verdict == "back"
-    slow = pace.judge(before, replays([8.0, 8.1, 7.9, 8.0]))
-    assert slow.verdict == "lost" and slow.ratio == pytest.approx(0.8, abs=0.01) and slow.low < 0.8 < slow.high < 1
-    # One fast replay among slow ones does not make it back, as it did when the best of three was looked at.
-    assert pace.judge(before, replays([7.9, 8.0, 9.9, 8.0])).verdict != "back"
-    noisy = pace.judge(replays([10, 4, 16, 7, 12, 3, 9, 14]), replays([5, 15, 8, 9]))
-    assert noisy.verdict == "open" and "differ too much" in noisy.why
-    assert pace.judge(before, replays([10.0, 0.0, 10.0, 10.0])).verdict == "lost"
-
-
-def test_a_neighbour_does_not_decide_on_the_pace():
-    """What others took before or after would explain the verdict, so there is none."""
-    fast, slow = [10.0, 10.2, 9.8, 10.1, 9.9, 10.0, 10.1, 9.9], [8.0, 8.1, 7.9, 8.0]
-    found = pace.judge(replays(fast, 0.1), replays(slow, 0.4))
-    assert found.verdict == "open" and "other programs took 10% of the cores before and 40% after" in found.why
-    assert pace.judge(replays(fast, 0.4), replays(fast[:4], 0.1)).verdict == "open"
-    # The other way about they only make it surer.
-    assert pace.judge(replays(fast, 0.4), replays(slow, 0.1)).verdict == "lost"
-    assert pace.judge(replays(fast, 0.1), replays(fast[:4], 0.4)).verdict == "back"
-
-
-def test_cores_that_others_take():
-    """What this process does is another's doing for who does not count it as its own."""
-    strangers, own = pace.Cores([]), pace.Cores([os.getpid()])
-    began = time.process_time(), time.monotonic()
-    while time.monotonic() < began[1] + 1.0:
-        pass
-    part = (time.process_time() - began[0]) / (time.monotonic() - began[1]) / (os.cpu_count() or 1)
-    assert 0.0 <= own.others() <= 1.0
-    assert strangers.others() - own.others() == pytest.approx(part, abs=0.1)
-
-
-# ---- growth ----
-
-
-def life_of(
-    pick: np.random.Generator, worker: str, life: int, asked: np.ndarray, leak: float = 0.0, kib: float = 0.0,
-    jitter: float = 1.5, rises: int = 1,
-) -> list[Sample]:  # fmt: skip
-    """One look a second. leak: descriptors lost for each request served, of two workers; kib: of memory.
-
-    What is in flight comes and goes as it was seen to (a spread of 1.5 descriptors, alike from one second to the
-    next); pools of connections are made at some moment (``rises``)."""
-
-    def noise(spread: float, alike: float) -> np.ndarray:
-        found, last = [], pick.normal(0, spread)
-        for step in pick.normal(0, spread * np.sqrt(1 - alike**2), len(asked)):
-            last = alike * last + step
-            found.append(last)
-        return np.array(found)
-
-    served = (asked - asked[0]) / 2
-    descriptors = 200 + noise(jitter, 0.5) + np.floor(served * leak)
-    memory = 2_900_000 + noise(300, 0.9) + served * kib + 8000 * (1 - np.exp(-served / 50))
-    for _ in range(rises):
-        at = pick.integers(0, len(asked))
-        descriptors[at:] += 14
-        memory[at:] += 9000
-    rows = zip(asked, descriptors, memory, strict=True)
-    return [Sample(worker, life, int(a), float(i), round(d), 60, int(m)) for i, (a, d, m) in enumerate(rows)]
-
-
-def storm_samples(requests: int, lives: int, seed: int = 0, **how) -> list[Sample]:
-    """Two decode workers that are started again ``lives - 1`` times in the same ``requests``, 13 of them a second."""
-    pick = np.random.default_rng(seed)
-    ends = np.linspace(0, requests, lives + 1)
-    return [
-        sample
-        for worker in ("decode-0", "decode-1")
-        for life in range(lives)
-        for sample in life_of(pick, worker, life, np.arange(ends[life], ends[life + 1], 13.0), **how)
-    ]
-
-
-def growths(samples: list[Sample]) -> dict[str, growth.Growth]:
-    return {one.what: one for one in growth.judge(samples)}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_descriptor_lost_in_250_requests_is_found_by_a_run_of_10000(seed: int):
-    found = growths(storm_samples(10_000, 4, seed, leak=1 / 250))
-    assert found["descriptors"].grows and not found["threads"].grows
-    (problem,) = growth.problems(list(found.values()))
-    assert problem.startswith("decode: descriptors grow with the requests served: one in ")
-    # In an hour of soak, with one life and a look every five seconds, too.
-    pick = np.random.default_rng(seed)
-    soaked = life_of(pick, "decode-0", 0, np.arange(0, 10_000, 70.0), leak=1 / 125)
-    assert growths(soaked)["descriptors"].grows
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_pools_that_are_made_once_are_no_growth(seed: int):
-    for requests, lives in ((1000, 1), (3000, 2), (10_000, 4)):
-        found = growth.judge(storm_samples(requests, lives, seed, rises=2))
-        assert growth.problems(found) == [], (requests, lives)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("what", "lump"), [("descriptors", 40.0), ("threads", 20.0), ("rss_kib", 50_000.0)])
-def test_a_leak_in_three_lumps_is_no_three_pools(what: str, lump: float, seed: int):
-    """It fits three steps of the level, whose sum is what tells it from pools that are made once."""
-    pick = np.random.default_rng(seed)
-    sound = life_of(pick, "decode-0", 0, np.arange(0, 10_000, 13.0), rises=0)
-    leaky = [
-        dataclasses.replace(one, **{what: round(getattr(one, what) + lump * sum(n > at for at in (250, 400, 550)))})
-        for n, one in enumerate(sound)
-    ]
-    assert growth.problems(growth.judge(sound)) == []
-    (problem,) = growth.problems(growth.judge(leaky))
-    assert problem.startswith(f"decode: {growth._NAMES[what]}") and "in steps" in problem
-    assert [one.risen > 2 * lump for one in growth.judge(leaky)] == [one.what == what for one in growth.judge(leaky)]
-
-
-def test_what_a_run_of_10000_can_say_and_a_short_one_cannot():
-    long = growths(storm_samples(10_000, 4))
-    assert all(one.judged for one in long.values()) and growth.not_judged(list(long.values())) == []
-    assert long["descriptors"].resolution < 1 / 250 and long["rss_kib"].resolution < 24
-    short = growths(storm_samples(1000, 1))
-    assert not short["descriptors"].judged
-    assert "times as many requests would show it" in growth.not_judged(list(short.values()))[0]
-    # A worker that is seen every few seconds for a minute, and loses one for each.
-    lost = growths(storm_samples(1000, 1, leak=1.0)[::4])["descriptors"]
-    assert lost.grows and "descriptors grow with the requests served: 1.0 a request" in growth.problems([lost])[0]
-    # One for every tenth request is seen even there; and nothing in a run that has only begun.
-    assert growths(storm_samples(1000, 1, leak=1 / 10))["descriptors"].grows
-    begun = growth.judge(storm_samples(300, 1))
-    assert not any(one.grows or one.judged for one in begun)
-    assert "too few requests" in growth.not_judged(begun)[0] and "not known" in str(begun[0])
-
-
-def test_a_run_without_a_sample_has_not_judged_growth():
-    assert growth.judge([]) == [] and growth.not_judged([]) == ["growth of anything: no worker was looked at"]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_memory_is_judged_too(seed: int):
-    found = growths(storm_samples(5000, 2, seed, kib=24.0))
-    assert found["rss_kib"].grows and "KiB a request" in growth.problems(list(found.values()))[0]
-    assert not growths(storm_samples(5000, 2, seed))["rss_kib"].grows
-
-
-def test_a_role_is_not_judged_by_the_other():
-    prefill = [dataclasses.replace(sample, worker="prefill-" + sample.worker[-1]) for sample in storm_samples(5000, 1)]
-    found = growth.judge([*storm_samples(5000, 1, leak=1 / 20), *prefill])
-    assert [problem.partition(":")[0] for problem in growth.problems(found)] == ["decode"]
-
-
-def test_a_watch_looks_at_who_is_there():
-    mine = Process("decode", "decode-0", "", None, [], {}, pid=os.getpgid(0), ready_s=1.0)
-    starting = Process("decode", "decode-1", "", None, [], {}, pid=mine.pid)
-    away: set[str] = set()
-    watch = Watch([mine, starting], lambda: 7, lambda: away, every_s=0.02).start()
-    end = time.monotonic() + 20
-    while len(watch.samples) < 3 and time.monotonic() < end:
-        time.sleep(0.02)
-    away.add("decode-0")
-    time.sleep(0.2)
-    seen = len(watch.samples)
-    time.sleep(0.2)
-    samples = watch.stop()
-    assert seen >= 3 and len(samples) <= seen + 1
-    assert {(s.worker, s.life, s.asked) for s in samples} == {("decode-0", mine.pid, 7)}
-    assert all(s.descriptors > 3 and s.rss_kib > 1000 and s.threads > 0 for s in samples)

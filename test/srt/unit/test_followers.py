@@ -146,7 +146,7 @@ def test_the_paces_of_prefills_that_are_gone_are_forgotten():
         transfers.done(f"10.0.0.1:{n}", 1000, 1.0)
         transfers.done("10.0.0.2:1", 1000, 1.0)
     assert transfers.pace("10.0.0.2:1") and transfers.pace(f"10.0.0.1:{n}") and not transfers.pace("10.0.0.1:0")
-    assert len(transfers._paces) == len(transfers._slowest) == Transfers.PREFILLS
+    assert len(transfers._done) == Transfers.PREFILLS
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -656,36 +656,3 @@ def test_the_watermark_is_not_kept_while_a_request_waits_for_memory():
     world.finish(running)
     world.step()
     assert blocked.wire.asked
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_herd_asks_for_no_copy_more_for_one_that_is_lost(lost: int, monkeypatch):
-    """Nor for the time in which nobody leads, when the pool is full: that is no wait for a transfer."""
-    clock, limit = 100.0, WaitLimit().unknown_same
-    for module in (decode_admission, decode_schedule, admission_step):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
-    world = World(size=512, page_size=4, max_reqs=32, watermark=0)
-    herd = queue(world, tokens(1, 164))
-    world.step()
-    for n in range(8):
-        herd += queue(world, tokens(1, 164) + tokens(2 + n, 4))
-    for _ in range(lost):
-        world.step()
-        clock += 0.4 * limit
-        world.step()
-        leader = next(decode_req for decode_req in herd if decode_req.wire.asked and not decode_req.error)
-        others = world.allocator.alloc(world.allocator.available_size())
-        leader.wire.abort()
-        herd.remove(leader)
-        world.step()
-        more = world.allocator.alloc(world.allocator.available_size())
-        for _ in range(3):
-            clock += limit
-            world.step()
-        assert not any(decode_req.wire.asked for decode_req in herd)
-        for slots in filter(lambda slots: slots is not None and len(slots), (others, more)):
-            world.allocator.free(slots)
-    for _ in range(5):
-        world.step()
-        clock += 0.1 * limit
-    assert sum(decode_req.wire.asked for decode_req in herd) == 1

@@ -179,11 +179,11 @@ def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
 class Served:
     """`goodput.measure` over sides of which each has its places; with the target as many as keep 30 ms."""
 
-    slots = {"off": 4, "on": 64, "target": 18, "off-at-most-1": 1, "off-at-most-2": 2}
+    slots = {"off": 4, "on": 64, "target": 18}
 
-    def __init__(self, monkeypatch, more=()):
+    def __init__(self, monkeypatch):
         monkeypatch.setattr(goodput, "run_once", self.run_once)
-        sides = [deploy.OFF, deploy.ON, SLO.side, *more]
+        sides = [deploy.OFF, deploy.ON, SLO.side]
         made_of = deploy.variants(deploy.Shape(100, 10), sides)
         self.deployment = SimpleNamespace(variants=made_of, step_times=self.step_times)
         self.problems = []
@@ -230,22 +230,6 @@ def test_a_rate_that_is_given_and_has_too_few_requests_is_told(monkeypatch):
     """160 s at 2 requests/s are 320; it may be kept only because fewer came."""
     notes = Served(monkeypatch).measure(rates=[("off", 2.0)], requests=30)["notes"]
     assert any("too few requests" in note for note in notes)
-
-
-def test_what_is_paid_where_off_is_bounded(monkeypatch, tmp_path):
-    """Of one request at a time a token takes 11 ms, of two 12: at a rate at which both have always somebody waiting."""
-    served = Served(monkeypatch, goodput.bounded_sides("1, 2"))
-    found = served.measure()
-    assert set(found["goodput"]) == set(found["trials"]) == {"off", "on", "target"}
-    one, two = (found["bounded"][f"off-at-most-{n}"] for n in (1, 2))
-    assert one["rate"] == two["rate"] == 2 * max(t["rate"] for trials in found["trials"].values() for t in trials)
-    assert (round(1e3 * one["itl_mean_s"]), round(1e3 * two["itl_mean_s"])) == (11, 12)
-    assert 1.5 < two["requests_per_s"] / one["requests_per_s"] < 2
-    chart = goodput.charts(found)["itl"]
-    (curve,) = [line for line in chart.lines if line.dashed]
-    assert curve.points == [(t["requests_per_s"], 1e3 * t["itl_mean_s"]) for t in (one, two)]
-    text = goodput.markdown({"setting": {}, "workloads": [found]})
-    assert f"- off-at-most-2, {two['rate']:.3g}/s: " in text
 
 
 def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
@@ -373,14 +357,13 @@ def failing(run_once, fails):
 
 
 def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp_path):
-    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
+    served = Served(monkeypatch)
     whole = served.measure()
     fails = failing(served.run_once, lambda name, number, rate: number > 0 and name == "on" and rate > 10)
     monkeypatch.setattr(goodput, "run_once", fails)
     found = served.measure()
     assert [t["rate"] for t in found["trials"]["on"]] == [8] and found["goodput"]["on"] == {"0.9": 8, "0.99": 8}
     assert [found["goodput"][name] == whole["goodput"][name] for name in ("off", "target")] == [True, True]
-    assert list(found["bounded"]) == ["off-at-most-1", "off-at-most-2"]
     assert goodput.table(found)[1][1][1] == "8.00 to below 16" and found["failed_at"] == {"on": 16}
     (problem,) = found["problems"]
     assert problem.startswith("on, 16 requests/s: request 7 of 20 failed: Service Unavailable")
@@ -389,20 +372,14 @@ def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp
 
 
 def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch, tmp_path):
-    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
-    wrong = ("on", "off-at-most-1")
-    monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda name, number, rate: name in wrong))
+    served = Served(monkeypatch)
+    monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda name, number, rate: name == "on"))
     found = served.measure()
-    assert (
-        found["trials"]["on"] == [] and found["goodput"]["off"]["0.9"] and list(found["bounded"]) == ["off-at-most-2"]
-    )
-    assert [problem.partition(":")[0] for problem in found["problems"]] == [
-        "off-at-most-1, warming up",
-        "on, warming up",
-    ]
+    assert found["trials"]["on"] == [] and found["goodput"]["off"]["0.9"]
+    assert [problem.partition(":")[0] for problem in found["problems"]] == ["on, warming up"]
     monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda *_: True))
     nothing = served.measure()
-    assert len(nothing["problems"]) == 5 and not nothing["bounded"]
+    assert len(nothing["problems"]) == 3
     goodput.write({"setting": {}, "workloads": [nothing]}, tmp_path)
 
 
@@ -419,20 +396,6 @@ def test_a_load_generator_that_ends_says_nothing_of_a_side(monkeypatch):
     assert found["trials"]["on"] == [] and "the load generator ended" in found["problems"][0]
     # Not "below" a rate at which it was asked nothing.
     assert not found["failed_at"] and goodput.table(found)[1][1][1] == "not measured"
-
-
-def test_a_bound_that_was_measured_before_an_interruption_is_kept(monkeypatch):
-    served = Served(monkeypatch, goodput.bounded_sides("1,2"))
-
-    def interrupted(*args):
-        # The first run of a side warms it.
-        if args[3].name == "off-at-most-2" and args[4] == 1:
-            raise KeyboardInterrupt
-        return served.run_once(*args)
-
-    monkeypatch.setattr(goodput, "run_once", interrupted)
-    found = served.measure()
-    assert list(found["bounded"]) == ["off-at-most-1"] and "interrupted" in found["problems"][0]
 
 
 def test_the_report_says_all_of_it(monkeypatch, tmp_path):
@@ -577,19 +540,6 @@ def test_a_promise_adds_the_side_that_holds_it():
     sides = command.chosen_sides(options("--slo", "ttft=500,itl=30"))
     assert [side.name for side in sides] == ["off", "on", "target"]
     assert [side.name for side in command.chosen_sides(options())] == ["off", "on"]
-
-
-def test_bounds_of_running_requests_are_sides_without_the_flag():
-    sides = command.chosen_sides(options("--slo", "ttft=500,itl=30", "--slo-curve", "8,16"))
-    assert [(side.name, side.radix, side.options) for side in sides[3:]] == [
-        ("off-at-most-8", False, ("--max-running-requests", "8")),
-        ("off-at-most-16", False, ("--max-running-requests", "16")),
-    ]
-    with pytest.raises(PdRadixError, match="goes with --slo"):
-        command.run(options("--slo-curve", "8"))
-    for text in ("", "0", "8,x", "8,8", "8,08", "-1"):
-        with pytest.raises(PdRadixError, match="different numbers"):
-            goodput.bounded_sides(text)
 
 
 def test_what_does_not_go_with_it():

@@ -1,4 +1,4 @@
-"""What a step asks of each request that runs: counted, not timed. `benchmark/host_time.py` times it."""
+"""What a step asks of each request that runs: counted, not timed. `benchmark/step_costs.py` times steps."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class Worker:
 
     def __init__(self, target_ms: float | None, parts: tuple[float, float, float], seed: int = 0, **load: Any):
         """parts: milliseconds of a step's fixed part, for a request, for a token. load: see `_ask` and `_beside`."""
-        tree: Any = SimpleNamespace(protected_size_=0)
-        self.gate = None if target_ms is None else ItlGate(target_ms, tree)
+        self.gate = None if target_ms is None else ItlGate(target_ms)
         self.parts, self.load, self.rng = parts, load, random.Random(seed)
         self.waiting: deque[Asked] = deque()
         self.coming: list[Asked] = []
@@ -197,7 +196,7 @@ def test_the_gauge_says_at_once_that_nobody_is_held_any_more():
     """An alarm goes by it, and steps that would write it later may have stopped."""
     written: list[int] = []
     counters = SimpleNamespace(itl_waiting=written.append, itl_held=lambda: None)
-    gate = ItlGate(15.0, SimpleNamespace(), counters=counters)
+    gate = ItlGate(15.0, counters=counters)
     for rid, waiting in (("x", 3), ("x", 3), (None, 3), (None, 0)):
         gate.tell_held(rid, lambda waiting=waiting: waiting)
     assert written == [3, 0]

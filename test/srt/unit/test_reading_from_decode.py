@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PAGE, POOL, PrefillLoop, PrefillScheduler
-from sglang.srt.disaggregation import decode_reads, read_pace
+from sglang.srt.disaggregation import decode_reads
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
@@ -134,9 +134,7 @@ def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.Mon
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == 100
         held = scheduler.disagg_prefill_bootstrap_queue.reads
-        assert held.tokens_out == 80
-        # It may stand still for ever, and then no other would be tried.
-        assert [held._under_way(read.source) for read in held.ending] == [0]
+        assert held.tokens_out == 80 and held._late
         assert not scheduler.is_fully_idle() and not scheduler.flush_cache()
     # One rank's is over first.
     reads(loop, 0)[0].finish()
@@ -148,70 +146,33 @@ def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.Mon
     assert_served(loop, ROOM)
 
 
-def test_what_is_computed_sooner_is_not_read(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+def test_after_a_late_one_nothing_is_read_from_there_for_a_while(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
     """On one rank: then on none, and none waits for it."""
     ended: list[str] = []
-    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
-    monkeypatch.setattr(held.paces, "is_slow", lambda name, tokens, under_way: tokens == 80)
-    monkeypatch.setattr(held._counters, "ended", lambda outcome, *_: ended.append(outcome))
-    hold_reads(loop)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(9)
-    assert [computed(scheduler, ROOM) for scheduler in loop.schedulers] == [100] * loop.ranks.size
-    assert not reads(loop) and ended == ["slow"]
-    finish(loop)
-    loop.run(4)
-    assert_served(loop, ROOM)
-
-
-def test_those_that_come_together_are_read_one_after_the_other(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """What each lacks, beside what will be read for those before it."""
-    asked: list[tuple[int, int]] = []
-    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
-    monkeypatch.setattr(
-        held.paces, "is_slow", lambda name, tokens, under_way: asked.append((tokens, under_way)) or under_way > 100
-    )
-    loop.arrive(48, THIRD, token=9)
-    loop.run(8)
-    hold_reads(loop)
-    for room, token, first in ((ROOM, 9, 64), (OTHER, 8, 96), (THIRD + 1, 7, 0)):
-        loop.arrive(100, room, held=80, first_page=first, token=token)
-    steps = len(loop.schedulers[0].steps)
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank == 0 and len(scheduler.steps) == steps + 2:
-            finish(loop)
-            loop.wire.wire.held = False
-
-    loop.before = before
-    loop.run(30)
-    assert asked[-3:] == [(32, 0), (80, 32), (80, 112)]
-    assert len(reads(loop)) == 2 * loop.ranks.size
-    assert [computed(scheduler, THIRD + 1) for scheduler in loop.schedulers] == [100] * loop.ranks.size
-    finish(loop)
-    loop.run(4)
-    assert_served(loop, THIRD, ROOM, OTHER, THIRD + 1)
-
-
-def test_what_is_being_read_goes_before_what_comes_later(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """In a turn of its own, in which the first is wanted no more, but under way."""
-    asked: list[tuple[int, int]] = []
-    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
-    monkeypatch.setattr(
-        held.paces, "is_slow", lambda name, tokens, under_way: asked.append((tokens, under_way)) or False
-    )
-    hold_reads(loop)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(3)
-    assert len(reads(loop)) == loop.ranks.size and set(asked) == {(80, 0)}
-    asked.clear()
-    loop.arrive(100, OTHER, held=80, first_page=64)
-    loop.run(3)
-    assert set(asked) == {(80, 80)}
+    held = [scheduler.disagg_prefill_bootstrap_queue.reads for scheduler in loop.schedulers]
+    monkeypatch.setattr(held[-1]._counters, "ended", lambda outcome, *_: ended.append(outcome))
+    with monkeypatch.context() as late:
+        late.setattr(decode_reads, "LATE_S", 0.0)
+        hold_reads(loop)
+        loop.arrive(100, ROOM, held=80)
+        loop.run(14)
+    assert ended == ["failed"] and all(each._late for each in held)
+    for each in held[:-1]:
+        each._late.clear()
     loop.wire.wire.held = False
     finish(loop)
-    loop.run(16)
-    assert_served(loop, ROOM, OTHER)
+    posted = len(reads(loop))
+    loop.arrive(100, OTHER, held=80, first_page=64)
+    loop.run(12)
+    assert [computed(scheduler, OTHER) for scheduler in loop.schedulers] == [100] * loop.ranks.size
+    assert len(reads(loop)) == posted and ended == ["failed", "slow"]
+    monkeypatch.setattr(decode_reads, "AVOIDED_S", 0.0)
+    loop.arrive(100, THIRD, held=80)
+    loop.run(12)
+    assert [computed(scheduler, THIRD) for scheduler in loop.schedulers] == [20] * loop.ranks.size
+    finish(loop)
+    loop.run(4)
+    assert_served(loop, ROOM, OTHER, THIRD)
 
 
 def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop):
@@ -229,25 +190,6 @@ def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == 20
     assert_served(loop, ROOM)
-
-
-def test_how_long_reads_and_steps_take_is_learned(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(read_pace, "LEAST_STEP", 1)
-    hold_reads(loop)
-    loop.arrive(32, OTHER)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(6)
-    for scheduler in loop.schedulers:
-        paces = scheduler.disagg_prefill_bootstrap_queue.reads.paces
-        assert 0 < paces._computed.seconds(16) < 20 and not paces._read
-    finish(loop)
-    loop.run(8)
-    for scheduler in loop.schedulers:
-        (pace,) = scheduler.disagg_prefill_bootstrap_queue.reads.paces._read.values()
-        assert 0 < pace.seconds(80) < 60 and computed(scheduler, ROOM) == 20
-    finish(loop)
-    loop.run(4)
-    assert_served(loop, OTHER, ROOM)
 
 
 @pytest.mark.parametrize("how", ["posted", "later", "refused"])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
 from sim.deployment import Deployment, Router, turns
-from sim.exchange import checked, exchange
 from sim.figures import Least, swing, weighted
-from sim.scale import Many, Trace
+from sim.scale import Many
 from sim.workload import Churn, Crowd, Request, Shared
 from simulate import MODES, simulate
 
@@ -100,24 +96,6 @@ def test_every_turn_of_every_conversation_is_answered_after_the_one_before(mode)
         assert 0.9 < figures["sent_over_least"] < 2
         for worker in deployment.decodes:
             assert worker.allocator.available_size() + worker.tree.evictable_size() == worker.size
-
-
-def test_a_trace(tmp_path):
-    lines = [
-        {"timestamp": 0, "input_length": 1200, "output_length": 30, "hash_ids": [0, 1, 2]},
-        {"timestamp": 90_000, "input_length": 1300, "output_length": 20, "hash_ids": [0, 1, 3]},
-    ]
-    file = tmp_path / "trace.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    (asked,) = Trace(file=str(file), decodes=4, speed=1.5).make().rounds
-    assert [r.length for r in asked] == [1200, 1300]
-    assert [r.arrival for r in asked] == [0, 15]
-    assert asked[0].blocks[:2] == asked[1].blocks[:2] and asked[0].blocks[2] != asked[1].blocks[2]
-    figures = simulate("trace4", "new", [f"trace4.file={file}"])
-    # The second brings what its 1024 tokens in common do not have, in slots of 64 tokens.
-    assert figures["pages_sent"] == figures["pages_least"] == math.ceil(1200 / 64) + math.ceil(276 / 64)
-    with pytest.raises(ValueError, match="--trace"):
-        simulate("trace", "new")
 
 
 def test_a_cache_aware_router_follows_the_prompt_until_the_loads_differ_too_much():
@@ -216,27 +194,3 @@ def test_what_runs_for_nine_tenths_of_the_middle_half():
     assert swing(series) == (20, 20)
     assert weighted([(5, 1.0), (1, 1.0)], 0.4) == 1 and weighted([(5, 1.0), (1, 1.0)], 0.6) == 5
     assert swing([]) == (0.0, 0.0)
-
-
-def test_both_curves_of_what_requests_cost():
-    """Off by its bound, on by the target; the ratio is that with the target at off's own mean."""
-    asked = []
-
-    def run(mode, settings):
-        asked.append((mode, *settings))
-        share = 2.0 if "times.shares=1" in settings else 1.0
-        target = next((float(s.partition("=")[2]) for s in settings if s.startswith(TARGET)), 200.0)
-        figures = {"requests_per_s": share * min(3.0, target / 50), "itl_mean": target / 1000}
-        return figures | {"itl_p90": 0.1, "ttft_p50": 1.0, "ttft_p90": 2.0, "mean_running": 5.0, "peak_running": 40}
-
-    told = []
-    text = exchange("published", run, told.append)
-    assert len(told) == 12 and all(row in text for row in told)
-    assert [settings for mode, *settings in asked if mode == "off"] == [
-        [], *([f"published.max_running={n}"] for n in (30, 20, 10))
-    ]  # fmt: skip
-    # 200 ms of off, so targets of 150, 200 and 300; slots are tokens then.
-    assert ("new", "published.scale=1", f"{TARGET}150.000") in asked and ("new",) in asked
-    assert "on, shared read once, with flag off's own mean ITL as the target: 2.00 times its requests/s" in text
-    with pytest.raises(ValueError, match="one workload"):
-        checked(["published", "a"])

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import simulate
-from sim.constants import scaled_step
 from sim.figures import steady
 from sim.gates import closed, report
 from sim.published import OFF, ON, OUTCOMES
@@ -85,14 +84,6 @@ def test_one_mode_alone_is_judged_by_its_own_outcomes():
     assert closed({OFF: RUNS[OFF]}) == []
 
 
-def test_the_fitted_step_is_slower_than_the_hardware_allows():
-    scaled = {name: float(value) for name, value in (s.removeprefix("times.").split("=") for s in scaled_step())}
-    assert 0 < scaled["step"] < published().step
-    assert 0 < scaled["step_token"] < published().step_token
-    # 8 TB/s on each of two GPUs at most.
-    assert published().kv_bytes / scaled["step_token"] < 2 * 8e12
-
-
 def test_what_runs_in_the_middle_of_a_run():
     # Looked at ten times as often while it is cold.
     cold = [(at / 10, 5, 0, 0, 0) for at in range(249)]
@@ -118,20 +109,6 @@ def test_the_command_ends_with_an_error_when_a_gate_closes(monkeypatch, capsys):
     assert "**predicted**" in capsys.readouterr().out
     assert command(monkeypatch, moved(ON, "latency_p50", 1.2), "--check") == 1
     assert "CLOSED: latency p50, on: predicted 84.8 s, published 70.7 s: off by +20%" in capsys.readouterr().out
-
-
-def test_the_measured_step_is_what_scaled_runs_with(monkeypatch):
-    asked: list[str] = []
-
-    def simulated(key, mode, settings, slo=None):
-        asked.extend(settings)
-        return {"workload": key, "mode": mode, **RUNS[mode]}
-
-    monkeypatch.setattr(simulate, "simulate", simulated)
-    monkeypatch.setattr(simulate, "line", lambda figures: "")
-    monkeypatch.setattr(sys, "argv", ["simulate.py", "--check", "--scaled"])
-    simulate.main()
-    assert asked == 2 * scaled_step()
 
 
 def simulated_runs(settings: list[str]) -> dict:

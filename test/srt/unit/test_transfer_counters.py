@@ -156,7 +156,7 @@ def test_the_rank_is_a_label_whoever_asks_next(registry, monkeypatch):
         pass
 
     def asks_first(args: object, tree: object) -> None:
-        ItlGate.of(scheduler, tree)
+        ItlGate.of(scheduler)
         raise Made
 
     def init(self: object) -> None:

@@ -1,102 +1,125 @@
-"""Who has a message finds it in docs/troubleshooting.md, and what is quoted there is what the code says."""
+"""Who has a message finds it in docs/troubleshooting.md, by what a worker logs, and no example there is made up."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import logging
 import re
+import time
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from code_texts import HOLE, assigned, handed, raised, returned, says, texts
-from sglang.srt.managers import schedule_batch
+from code_texts import HOLE, texts
+from sglang.srt.disaggregation.common.authentication import Secret
+from sglang.srt.disaggregation.common.delta_receiver import what_landed
+from sglang.srt.disaggregation.common.delta_sender import SenderState
+from sglang.srt.disaggregation.common.outbound import NotTaken
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
+from sglang.srt.managers import gateway_notice, schedule_batch
 from sglang.srt.managers.batch_failures import NO_TOKEN
+from sglang.srt.managers.request_checks import check_prompt
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
-from sglang.srt.mem_cache import cache_support
+from sglang.srt.observability.failure_causes import CAUSES, OTHER, cause_of
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pd_radix.patching import loader
+from sglang_pd_radix.supplied.cpu_host.kernels import MissingOp
 
 ROOT = Path(__file__).parents[3]
 PATCH, PACKAGE = ROOT / "python" / "sglang" / "srt", ROOT / "python" / "sglang_pd_radix"
-EXTRAS = [*ROOT.glob("python/extras/*/sglang")]
 ENGINE = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-#: Rows begin with messages in backticks, and with who says them where it is none of ours.
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| `")]
-SPOKEN = [
-    (message, cell.rpartition("(")[2].rstrip(") ") if cell.rstrip().endswith(")") else "")
-    for row in ROWS
-    for cell in [re.split(r"(?<!\\) \| ", row.strip("| "))[0]]
-    for message in re.findall(r"`([^`]+)`", cell)
-]
-#: Messages of a worker itself, not symptoms such as a metric or the name of a figure.
-MESSAGES = [message for message, who in SPOKEN if " " in message and who not in ("router", "engine")]
+#: Letters of an example that have to be the code's own, and not what is put in at run time.
+LEAST_LETTERS = 15
 
 
-@pytest.fixture(scope="module")
-def ours() -> set[str]:
-    return texts(PATCH, *EXTRAS, PACKAGE)
+def examples(page: str) -> list[tuple[str, str]]:
+    """The messages of a page, each with who says it where that is not this package."""
+    found, inside = [], False
+    for line in page.splitlines():
+        inside = bool(re.match(r"\| (message|reason|begins with) \|", line)) or (inside and line.startswith("|"))
+        if inside and (row := re.match(r"\| `([^`]+)`(?: \((\w+)\))? \|", line)):
+            found.append((row[1].strip(), row[2] or ""))
+    return found
 
 
-@pytest.fixture(scope="module")
-def engines() -> set[str]:
-    places = ("disaggregation", "managers", "server_args.py")
-    return texts(*(ENGINE / place for place in places))
+EXAMPLES = examples(PAGE)
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_a_quoted_message_is_in_the_code(message, ours, engines):
-    found = [text for text in ours if says(text, message)] or [text for text in engines if says(text, message)]
-    assert found, f"docs/troubleshooting.md quotes {message!r}, which nobody says"
+@cache
+def said_by(who: str) -> frozenset[str]:
+    if who == "engine":
+        places = (ENGINE / "disaggregation", ENGINE / "constrained", Path(argparse.__file__))
+        return frozenset(texts(*places))
+    return frozenset(texts(PATCH, *ROOT.glob("python/extras/*/sglang"), PACKAGE))
 
 
-def test_a_message_that_nobody_says_would_be_seen(ours):
-    assert not any(says(text, "... is not verified together with a teapot") for text in ours)
+def own_letters(text: str, example: str) -> int:
+    """How many letters of ``example`` are those of ``text``, whose holes hold anything; -1 if it does not begin so."""
+    pieces = text.split(HOLE)
+
+    @cache
+    def from_piece(number: int, at: int) -> int:
+        piece, rest = pieces[number], example[at:]
+        if piece.startswith(rest):
+            return len(rest)
+        if not rest.startswith(piece) or number + 1 == len(pieces):
+            return -1
+        after = at + len(piece)
+        best = max(from_piece(number + 1, begin) for begin in range(after, len(example) + 1))
+        return best if best < 0 else len(piece) + best
+
+    return from_piece(0, 0)
 
 
-#: Errors of programming, which no user meets: a wrong call, or a contradiction that a test provokes.
-NO_USERS = {
-    "PdRadixError",
-    "no rank is usable",
-    "frames",
-    "shared figures",
-    "has rooms and a reason",
-    "a room that decode computes has a number",
-    "an announcement of samples has rooms",
-    "unknown kind",
-    "no such chunk",
-    "is not a number",
-    "its last frame is unknown",
-    "whether this rank is a dummy",
-    "does not end in a port",
-    "cannot end with status",
-    "its dummy mark and its metadata index",
-    "is of staging buffers, which this worker does not use",
-    "it does not start with",
-    "it says that it has",
-    "module ",
-    "__all__",
-}
+def is_said(example: str, who: str = "") -> bool:
+    return any(own_letters(text, example) >= LEAST_LETTERS for text in said_by(who))
 
 
-def test_what_is_raised_can_be_found():
-    """Every text that the patch set, or what it supplies to a host, raises an error with is quoted."""
-    quoted = [message for message, _ in SPOKEN if " " in message]
-    missing = []
-    for error in raised(PATCH, *EXTRAS, PACKAGE / "supplied", PACKAGE / "patching", PACKAGE / "environment.py"):
-        text = error.text.strip(HOLE + " :.,")
-        if len(text) < 8 or any(word in error.text for word in NO_USERS):
-            continue
-        if not any(says(error.text, message) and _is_specific(message) for message in quoted):
-            missing.append(f"{error.path.relative_to(ROOT)}:{error.line}: {error.text.replace(HOLE, '...')}")
-    assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
+@pytest.mark.parametrize(("example", "who"), [row for row in EXAMPLES if row[1] != "gateway"])
+def test_an_example_is_what_the_code_says(example, who):
+    assert "..." not in example and is_said(example, who), f"nobody says {example!r}"
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        "prefill 10.0.0.1:8998 is away: it refuses connections",
+        "is not verified together with a teapot",
+        "Decode at 10.0.0.2:41233 is lost, and with it 3 requests",
+        "something: anything",
+    ],
+)
+def test_an_example_that_is_made_up_is_seen(made_up):
+    assert not is_said(made_up)
+
+
+def test_every_row_of_a_table_of_messages_has_an_example():
+    tables = re.findall(r"^\| (?:message|reason|begins with) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert sum(len(rows.splitlines()) for rows in tables) == len(EXAMPLES) > 50
+
+
+def section(heading: str) -> str:
+    return PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != OTHER])
+def test_each_cause_of_failures_has_a_reason(cause):
+    """What is counted in ``sglang:kv_transfer_failures_total`` can be looked up."""
+    reasons = [example for example, _ in examples(section("A client gets status 500"))]
+    assert cause in map(cause_of, reasons)
 
 
 def test_a_request_that_is_itself_at_fault_is_under_the_status_that_it_gets(monkeypatch):
-    """On decode and without disaggregation 400; its first token prefill chooses, which then fails a transfer: 500."""
+    """On decode and without disaggregation 400; its first token prefill chooses, which then fails a transfer."""
     params = SamplingParams()
     params.normalize(None)
     found = {}
-    for message in (NO_TOKEN, "Custom logit processor one failed: two", "Failed to compile json grammar: three"):
+    for message in (NO_TOKEN, "Custom logit processor p1 failed: e2", "Failed to compile json grammar: e3"):
         req = Req("r", "", [1, 2, 3], params, vocab_size=100)
         if message.startswith("Failed"):
             monkeypatch.setattr(schedule_batch, "get_tensor_model_parallel_rank", lambda: 1)
@@ -105,45 +128,71 @@ def test_a_request_that_is_itself_at_fault_is_under_the_status_that_it_gets(monk
             SchedulerOutputProcessorMixin._fail_running(None, [req], {0: message})
         found[message] = req.to_finish.status_code.value
     assert {*found.values()} == {400}
-    for status in (400, 500):
-        section = PAGE.split(f"## A client gets status {status}\n")[1].split("\n## ")[0]
-        quoted = [message for row in section.splitlines() if row.startswith("| `") for message in _quoted(row)]
-        for message, answered in found.items():
-            assert any(says(message, one) and _is_specific(one) for one in quoted) == (status == answered), message
-    assert "its first token" in section
+    for message in found:
+        (row,) = rows_with(message, section("A client gets status 400"))
+        assert row.startswith("| `")
+    assert "with the first token" in section("A client gets status 400")
 
 
-def _quoted(row: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", re.split(r"(?<!\\) \| ", row.strip("| "))[0])
+# ---- as an operator searches ----
 
 
-def test_what_is_refused_with_a_tree_can_be_found():
-    quoted = [message for message, _ in SPOKEN if _is_specific(message)]
-    for kind in (cache_support.DECODE, cache_support.LINEAR, cache_support.WINDOWS, cache_support.PEGAFLOW):
-        for refused in kind.refused:
-            error = re.sub(r"\{[^}]*\}", HOLE, refused.error)
-            assert any(says(error, message) for message in quoted), refused.error
+def rows_with(message: str, page: str = PAGE) -> list[str]:
+    """The rows that a search finds for a part of the message: three words or more, no name and no number in them."""
+    parts = re.split(r": |\S*[\d/'\"_\[\]]\S*", message)
+    wanted = [part.strip(" ,:.") for part in parts if len(part.split()) >= 3]
+    return [row for row in page.splitlines() if row.startswith("| `") and any(part in row for part in wanted)]
 
 
-def _is_specific(message: str) -> bool:
-    return len(message.replace("...", "").strip()) >= 7
+def raised_by(call, *arguments) -> str:
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        call(*arguments)
+    return str(error.value)
 
 
-#: What notes why a request has failed, wherever that is seen.
-NOTES = ("fail", "_fail", "lose", "record_failure", "fail_room", "lose_decode", "take_reason")
-#: What says why a request has failed, to be noted by who asks; and names of such reasons.
-SAYS, NAMED = ("overdue", "difference", "what_landed", "why_unreached"), ("GIVEN_UP", "ELSEWHERE", "COMPUTED")
+def logged_by(call, *arguments) -> str:
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    try:
+        call(*arguments)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    return messages[-1]
 
 
-def test_reasons_of_failures_can_be_found():
-    """Every reason that a request is failed with is quoted."""
-    quoted = [message for message, _ in SPOKEN if " " in message and _is_specific(message)]
-    reasons = [*handed(NOTES, PATCH), *assigned("message", PATCH), *returned(SAYS, PATCH)]
-    reasons += [reason for name in NAMED for reason in assigned(name, PATCH / "disaggregation")]
-    assert len(reasons) > 10, "nothing was found to look at"
-    missing = [
-        f"{reason.path.relative_to(ROOT)}:{reason.line}: {reason.text.replace(HOLE, '...')}"
-        for reason in reasons
-        if not any(says(reason.text, message) for message in quoted)
-    ]
-    assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
+def signed_elsewhere() -> str:
+    theirs, ours = Secret(b"s" * 32, clock=lambda: 1000.0), Secret(b"s" * 32, clock=lambda: 2000.0)
+    return raised_by(ours.verify, [b"x"], "test", theirs.sign([b"x"], "test"))
+
+
+def unreached(is_known: bool) -> str:
+    peers = SimpleNamespace(_refusing={}, _unusable={})
+    return PrefillPeers.why_unreached(peers, "10.9.8.7:8998", time.monotonic() - 70, is_known, 60)
+
+
+#: What provokes a message, and the beginning of its row.
+PROVOKED = {
+    "an engine that is not ours": (lambda: f"inactive: {loader.inert_reason('0.5.17')}.", "sglang-pd-radix: inactive"),
+    "a long prompt": (lambda: raised_by(check_prompt, range(70), 100, 60), "The prompt has"),
+    "a kernel on a CPU host": (lambda: raised_by(MissingOp("sgl_kernel.some_op")), "merge_state is a CUDA kernel"),
+    "a queue that is full": (lambda: str(NotTaken("10.9.8.7:4000")), "10.0.0.2:41233 takes no messages"),
+    "metadata of another": (lambda: what_landed(77, 78, lambda: True), "its metadata buffer holds"),
+    "a clock that is wrong": (signed_elsewhere, "it was signed"),
+    "a prefill that does not answer": (lambda: unreached(False), "prefill 10.0.0.1:8998 has not answered"),
+    "a prefill that never hears": (lambda: unreached(True), "timed out after 300 s, in which prefill"),
+    "a prefill that is slow": (lambda: SenderState.overdue(SimpleNamespace(due_at=0), 60), "not all of its KV"),
+    "a gateway that is not there": (
+        lambda: logged_by(gateway_notice.leave_all, ["http://127.0.0.1:1"], "decode", "127.0.0.1", 30001),
+        "Gateway http",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_a_message_is_found(name):
+    provoke, beginning = PROVOKED[name]
+    found = rows_with(provoke())
+    assert any(row.startswith(f"| `{beginning}") for row in found), found
+    assert len(found) <= 3, found

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from chat_deployment import hold
 from code_texts import texts
 from e2e import pd as e2e_pd
 from sglang.srt.entrypoints import http_server
@@ -15,7 +14,6 @@ from sglang.srt.entrypoints import http_server
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import workers
 from sglang_pd_radix.tools.cluster import Cluster
-from sglang_pd_radix.tools.cluster.process import Process
 
 
 def test_counters_are_summed_over_their_labels() -> None:
@@ -104,43 +102,27 @@ def test_a_pool_of_several_kinds_is_judged_by_its_rows_and_buffers() -> None:
     assert problem == "prefill-0 does not tell its available and evictable and protected"
 
 
-def test_a_worker_that_does_not_count_is_named() -> None:
+def test_a_worker_that_does_not_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [name for name in workers.DECODE_COUNTERS.values() if "hit" not in name]
+    text = "\n".join(f'{name}{{model_name="m"}} 1.0' for name in counted)
+    monkeypatch.setattr(workers, "http", lambda *args, **more: (200, text.encode()))
     with pytest.raises(PdRadixError, match="/decode/metrics does not have sglang:decode_prefix_hit_tokens_total"):
-        hold(True, uncounted="reused_tokens")
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_only_the_run_with_the_flag_must_tell_of_a_tree(flag: bool) -> None:
-    run = hold(flag, pool={"audit": ["a fault"]} if flag else {})
-    assert run.problems == (["decode-0: a fault"] if flag else [])
-    assert [sorted(pool) for pool in run.pools.values()][1].count("audit") == flag
+        workers.summed_counters([], ["http://w/decode"])
 
 
 def test_a_worker_of_an_earlier_version_may_tell_of_no_pool() -> None:
-    """As of a prefill worker of a hybrid model, on which the demo, the benchmark and verify ended."""
-    run = hold(True, untold="prefill")
-    assert list(run.pools) == ["decode-0"] and not run.problems
-    # One with the flag always tells, and without that nothing would be judged.
-    assert hold(True, untold="decode").problems == ["decode-0 tells nothing of its KV pool"]
-    assert not hold(False, untold="decode").problems
-    assert workers.problems_of("decode-0", [], True) and not workers.problems_of("decode-0", [], False)
-
-
-def test_only_workers_are_asked_for_their_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway and a PegaFlow server have none, and answer with 404."""
-    roles = ("pegaflow", "prefill", "decode", "router")
-    processes = [Process(role, f"{role}-0", f"http://{role}", Path(), [], {}) for role in roles]
-    monkeypatch.setattr(workers, "idle_pools", lambda url: [{"of": url}])
-    told = workers.pools_of(cast(Cluster, SimpleNamespace(processes=processes)))
-    assert told == {"prefill-0": [{"of": "http://prefill"}], "decode-0": [{"of": "http://decode"}]}
+    """As a prefill worker of a hybrid model. One with the flag always tells, or nothing would be judged."""
+    assert workers.problems_of("decode-0", [], True) == ["decode-0 tells nothing of its KV pool"]
+    assert not workers.problems_of("prefill-0", [], False)
 
 
 def test_dp_ranks_are_called_by_their_numbers() -> None:
     """Not by the order in which they answered."""
-    run = hold(True, ranks=[{"dp_rank": 2}, {"dp_rank": 1, "audit": ["a fault"]}, {"dp_rank": 0}])
-    assert list(run.pools) == ["prefill-0", *(f"decode-0 rank {rank}" for rank in range(3))]
-    assert [pool.get("dp_rank") for pool in run.pools.values()] == [None, 0, 1, 2]
-    assert run.problems == ["decode-0 rank 1: a fault"]
+    pool = PLAIN | {"locks_taken": 5, "locks_released": 5, "audit": []}
+    ranks = [{"dp_rank": 2}, {"dp_rank": 1, "audit": ["a fault"]}, {"dp_rank": 0}]
+    pools = workers.told_pools({"internal_states": [{"kv_pool": pool | rank} for rank in ranks]})
+    assert [one["dp_rank"] for one in pools] == [0, 1, 2]
+    assert workers.problems_of("decode-0", pools, True) == ["decode-0 rank 1: a fault"]
 
 
 def test_a_worker_that_asks_for_a_key_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

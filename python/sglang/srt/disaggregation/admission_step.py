@@ -17,7 +17,6 @@ from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Bud
 from sglang.srt.disaggregation.decode_schedule import peer_drops
 from sglang.srt.disaggregation.host_loads import HostLoads
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.disaggregation.standstill import Standstills
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.prefix_watch import wanted_tokens
 
@@ -61,8 +60,7 @@ class Blocked(NamedTuple):
 class Held(NamedTuple):
     """A request with which decode steps would have taken too long.
 
-    live: with fewer live requests it is asked again, those included that do not count since their prefill stands still;
-    None: in any case, since steps that are run may be what it needs.
+    live: with fewer live requests it is asked again; None: in any case, since steps that are run may be what it needs.
     """
 
     rid: str
@@ -92,8 +90,6 @@ class Admission:
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
         self._gate = gate
-        if gate is not None:
-            gate.standstills = Standstills(policy.transfers, ranks)
         self._loads = None if tree.tier is None else HostLoads(tree.tier, memory.rows, ranks)
         # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
         # no time in a decode step; the state in which all waited for transfers, and until when.
@@ -190,8 +186,6 @@ class Admission:
             evictable=_evictable(self._tree, agreed) if self._several_ranks else None,
             gate=self._gate,
             live=live,
-            computes=0 if self._local is None else self._local.policy.most,
-            several_ranks=self._several_ranks,
         )
         was_blocked, self.alike = self.blocked, agreed.alike
         self.full = self.blocked = self.held = self.following = None
@@ -244,8 +238,7 @@ class Admission:
             self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), self._accounts.free(()))
         elif added is NO_TIME:
             assert self._gate is not None
-            live_now = adder.held_live
-            self.held = Held(req.rid, None if live_now is None else live_now + self._gate.left_out)
+            self.held = Held(req.rid, adder.held_live)
 
     def _plan(
         self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, now: float, live: Callable[[], LiveReqs]
@@ -296,8 +289,6 @@ class Admission:
         # Others may follow it from now on.
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)
-        if self._gate is not None and self._gate.standstills is not None:
-            self._gate.standstills.admitted(req, entry)
         source = self._local if entry.local and self._local is not None else self.deltas
         req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
         try:

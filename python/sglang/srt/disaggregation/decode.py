@@ -431,8 +431,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
-            self.gate = ItlGate.of(self.scheduler, self.tree_cache)
-            self.local = make_local_prefills(self.scheduler, self.tree_cache, self.policy, self.gate)
+            self.gate = ItlGate.of(self.scheduler)
+            self.local = make_local_prefills(self.scheduler, self.tree_cache, self.policy)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Leaves out the engine's with a radix cache."""

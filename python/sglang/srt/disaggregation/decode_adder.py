@@ -6,7 +6,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry, Turns
@@ -51,17 +51,14 @@ class DecodeAdder:
         evictable: int | None = None,
         gate: ItlGate | None = None,
         live: Callable[[], LiveReqs] | None = None,
-        computes: int = 0,
-        several_ranks: bool = False,
     ):
         """room: requests for which there is a row and a buffer.
 
         budget: what the step has to give. reserved: tokens kept for a request's next steps. waiting: the entries of all
         that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
         admitted. evictable: tokens that the step may evict and go on; None for all. gate, live: what bounds the time of
-        decode steps, and who is in them. computes: tokens of a prompt that decode may compute itself.
+        decode steps, and who is in them.
         """
-        self._computes, self._several_ranks = computes, several_ranks
         self._gate, self._live = gate, live
         self._load: Load | None = None
         self._policy, self._room, self._reserved = policy, room, reserved
@@ -123,21 +120,8 @@ class DecodeAdder:
     def _has_time(self, gate: ItlGate, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._load is None:
             assert self._live is not None
-
-            def prefills() -> set[Hashable]:
-                waits = [entry] if self._waiting is None else self._waiting()
-                return {None if one.local or self._may_be_local(one) else one.prefill for one in waits}
-
-            self._load = gate.load(self._live(), prefills)
+            self._load = gate.load(self._live())
         return gate.add(self._load, plan, req, at_once=entry.local)
-
-    def _may_be_local(self, entry: QueueEntry) -> bool:
-        """Whether decode may compute it; of what waits behind somebody, it is not known yet whether it does."""
-        if not self._computes or entry.watch is None:
-            return False
-        # What the tree and host memory hold of it may be another number on each rank.
-        held = [watch.length for watch in (entry.watch, entry.host_watch) if watch is not None]
-        return self._several_ranks or len(entry.watch.token_ids) - max(held) <= self._computes
 
     def _budget_now(self) -> Budget:
         budget = self._budget

@@ -155,60 +155,56 @@ class WaitLimit:
         return min(pace.seconds_per_token * coming, max(self.least, self.most_of_longest * pace.longest))
 
 
+class Done(NamedTuple):
+    """A transfer that has been committed, and when."""
+
+    at: float
+    seconds_per_token: float
+    seconds: float
+
+
 class Transfers:
     """How long the transfers of each prefill took of late, from admission to commit."""
 
-    KEPT = 32
+    # Of each prefill; short ones of any.
+    KEPT, SHORT = 32, 8
     # What a transfer of fewer tokens takes is not for its tokens.
     LEAST_TOKENS = 256
     # Older ones say nothing of what a prefill does now.
     LATE_S = 30.0
     # Nor of how long one may take at the worst: the engine gives a transfer up after as long.
     OLD_S = 300.0
-
     # Prefills whose transfers are remembered; requests name their addresses.
     PREFILLS = 1024
 
     def __init__(self) -> None:
-        # With when each ended.
-        self._paces: OrderedDict[Hashable, deque[tuple[float, Pace]]] = OrderedDict()
-        # Each follower asks for it.
-        self._slowest: dict[Hashable, Pace] = {}
+        self._done: OrderedDict[Hashable, deque[Done]] = OrderedDict()
+        self._last: deque[Done] = deque(maxlen=self.SHORT)
         # Advanced with what decides, beside the tree, for which transfers requests wait and how long.
         self.changes = 0
-        # When the last short ones ended, and their seconds.
-        self._short: deque[tuple[float, float]] = deque(maxlen=8)
 
     def done(self, prefill: Hashable, tokens: int, seconds: float) -> None:
         """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
-        paces = self._paces.setdefault(prefill, deque(maxlen=self.KEPT))
-        self._paces.move_to_end(prefill)
-        if len(self._paces) > self.PREFILLS:
-            self._slowest.pop(self._paces.popitem(last=False)[0], None)
-        now = time.monotonic()
-        paces.append((now, Pace(seconds / max(tokens, self.LEAST_TOKENS), seconds)))
-        self._find_slowest(prefill)
-        self._short.append((now, seconds * self.LEAST_TOKENS / max(tokens, self.LEAST_TOKENS)))
+        before = self.pace(prefill)
+        done = Done(time.monotonic(), seconds / max(tokens, self.LEAST_TOKENS), seconds)
+        self._last.append(done)
+        self._done.setdefault(prefill, deque(maxlen=self.KEPT)).append(done)
+        self._done.move_to_end(prefill)
+        if len(self._done) > self.PREFILLS:
+            self._done.popitem(last=False)
+        self.changes += self.pace(prefill) != before
 
     def short(self) -> float | None:
         """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
         since = time.monotonic() - self.LATE_S
-        return median(found) if (found := [seconds for at, seconds in self._short if at > since]) else None
+        found = [done.seconds_per_token for done in self._last if done.at > since]
+        return median(found) * self.LEAST_TOKENS if found else None
 
     def pace(self, prefill: Hashable) -> Pace | None:
         """Of the last transfers; None if there were none of late."""
-        paces, since = self._paces.get(prefill), time.monotonic() - self.OLD_S
-        if paces and paces[0][0] < since:
-            while paces and paces[0][0] < since:
-                paces.popleft()
-            self._find_slowest(prefill)
-        return self._slowest.get(prefill)
-
-    def _find_slowest(self, prefill: Hashable) -> None:
-        paces, before = [pace for _, pace in self._paces[prefill]], self._slowest.pop(prefill, None)
-        if paces:
-            self._slowest[prefill] = Pace(*map(max, zip(*paces, strict=True)))
-        self.changes += self._slowest.get(prefill) != before
+        since = time.monotonic() - self.OLD_S
+        found = [done[1:] for done in self._done.get(prefill, ()) if done.at >= since]
+        return Pace(*map(max, zip(*found, strict=True))) if found else None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -238,11 +234,8 @@ class QueueEntry:
     leader: Watch | None = None
     since: float = 0.0
     coming: int = 0
-    # What the tree held of it then; None where the next leader is waited for from the beginning. Leaders that have gone
-    # or been replaced since, and for how long it had waited when it had none.
+    # What the tree held of it then; None where the next leader is waited for from the beginning.
     held_since: int | None = None
-    lost: int = 0
-    waited: float = 0.0
     # Until when it waits for its leader if nothing changes: of the leaders, and of what `Transfers.changes` counts.
     due: float = -math.inf
     changes: int = -1
@@ -262,24 +255,14 @@ class QueueEntry:
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
 
     def wait_for(self, leader: Watch, now: float) -> None:
-        """Another one is its leader. As long as nothing has come of any, it has waited since the second of them.
+        """Another one is its leader. As long as nothing has come of any, it has waited since the first of them.
 
-        Or it would wait for ever where one after another is lost; the first may be, and a herd asks for no copy more.
+        Or it would wait for ever where one after another is lost.
         """
         assert self.watch is not None
-        self._note_what_came()
-        if self.held_since is None:
-            self.since, self.held_since, self.lost = now, self.watch.length, 0
-        elif not self.lost:
-            self.since, self.lost = now, 1
-        elif self.leader is None:
-            # Only with a leader does it wait for one.
-            self.since = now - self.waited
+        if self.held_since is None or self.watch.length > self.held_since:
+            self.since, self.held_since = now, self.watch.length
         self.leader = leader
-
-    def _note_what_came(self) -> None:
-        if self.held_since is not None and self.watch is not None and self.watch.length > self.held_since:
-            self.held_since = None
 
     def give_up(self) -> None:
         """It waits for its leader no longer; it may for one that comes later, see `may_wait_for`."""
@@ -301,9 +284,6 @@ class QueueEntry:
 
     def follow_nobody(self) -> None:
         """There is no transfer for which it waits, as far as it has been looked at."""
-        if self.leader is not None:
-            self._note_what_came()
-            self.waited = time.monotonic() - self.since
         self.leader, self.coming = None, 0
 
 

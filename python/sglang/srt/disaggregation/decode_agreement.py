@@ -36,7 +36,7 @@ _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
 _BITS = 32
 _WORDS = WINDOW // _BITS
 # Figures that the first rank has measured and the others go by: of steps, of prefills' pace, and of who is late.
-MEASURED = 12 + 2 + 1
+MEASURED = 9 + 2 + 1
 # Steps in a row that TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,12 +26,10 @@ from sglang.srt.disaggregation.common.wire import Offer, asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl.page_reads import PageReads
-from sglang.srt.disaggregation.read_pace import ReadPaces
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_support import READ_FLAG, check_tree
-from sglang.srt.mem_cache.prefix_reader import PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.observability.read_metrics import ReadCounters
 
@@ -42,8 +41,8 @@ __all__ = ["DecodeRead", "DecodeReads", "agree_on_reads", "make_reads"]
 logger = logging.getLogger(__name__)
 
 # Seconds after which a request goes on without what is being read for it: in that time a prefill computes thousands of
-# tokens itself.
-LATE_S = 2.0
+# tokens itself. And for how long nothing more is read from there then.
+LATE_S, AVOIDED_S = 2.0, 60.0
 # Part of the pool that what is read, and not yet used, may take.
 MOST_OF_POOL = 0.5
 # What a sender polls: it may go on; decode offers its pages, or all of them have been read.
@@ -103,14 +102,11 @@ class DecodeRead:
         self.target: Target | None = None
         self.posted: Posted | None = None
         self.failed = False
-        # Tokens of what is offered that the tree lacked when that came, and whether this rank computes them sooner.
-        self.lacks: int | None = None
+        # Whether a read from there was late on this rank.
         self.slow = False
         # The decode rank that offers KV of other weights, by its agent's name.
         self.unlike: str | None = None
         self.posted_at, self.began_in = 0.0, 0
-        # When it was last seen under way, and whether nothing is written to its pages any more.
-        self.seen_at, self.is_over = 0.0, True
 
     # ---- this rank ----
 
@@ -127,28 +123,15 @@ class DecodeRead:
         state = self.look()
         if state == "DONE":
             return READABLE
-        if state == "PROC" and self.seen_at - self.posted_at < LATE_S:
+        if state == "PROC" and time.monotonic() - self.posted_at < LATE_S:
             return KVPoll.Bootstrapping
         if state == "PROC":
-            self._note(0)
+            self._reads.note_late(self)
         return GO_ON
 
     def look(self) -> str:
         """How it is with what has been posted; ``DONE`` if nothing has."""
-        state = "DONE" if self.posted is None else self.posted.state()
-        if state == "PROC":
-            self.seen_at = time.monotonic()
-        elif not self.is_over:
-            self.is_over = True
-            if state == "DONE":
-                assert self.target is not None
-                # It may have been over since it was last seen: turns of the loop take time of their own.
-                self._note(len(self.target.slots))
-        return state
-
-    def _note(self, tokens: int) -> None:
-        assert self.source is not None
-        self._reads.paces.read(self.source.agent_name, tokens, self.posted_at, self.seen_at)
+        return "DONE" if self.posted is None else self.posted.state()
 
     # ---- all ranks ----
 
@@ -207,7 +190,6 @@ class DecodeReads:
         """tree: the engine's radix cache. least: tokens; for fewer nothing is read. weights: what the KV here
         is of, `KvWeights.current`, as decode's must be; None if that is not known."""
         self._tree, self._reader, self._counters, self._weights = tree, reader, counters, weights
-        self.paces = ReadPaces(LATE_S)
         self.least = least
         self._allocator = tree.token_to_kv_pool_allocator
         self._most = int(self._allocator.size * MOST_OF_POOL)
@@ -216,8 +198,8 @@ class DecodeReads:
         self.ending: list[DecodeRead] = []
         self.held: list[Held] = []
         self._turn = 0
-        # Tokens that this rank would read, of requests that it has been asked for in this turn, by decode rank.
-        self._wanted: dict[str, int] = {}
+        # Decode ranks from which a read was late of late, and when.
+        self._late: dict[str, float] = {}
         # Decode ranks of whose weights it has been told that they are others than those here.
         self._told_unlike: set[str] = set()
         # Whether those that wait for their turn wait for memory, which no read may take before them.
@@ -246,24 +228,16 @@ class DecodeReads:
             return None
         name = wanted[0].agent_name
         read.unlike = name if offer.weights != self._weights() else None
-        source = Source(name, offer.pages)
-        read.slow = read.unlike is None and self._is_slow(read, source)
-        return None if read.unlike or read.slow else source
+        read.slow = read.unlike is None and time.monotonic() < self._late.get(name, -math.inf) + AVOIDED_S
+        return None if read.unlike or read.slow else Source(name, offer.pages)
 
-    def _is_slow(self, read: DecodeRead, source: Source) -> bool:
-        """Whether this rank computes what it lacks sooner, beside what is being read from there and will be."""
-        if read.lacks is None:
-            req, end = read.req, len(source.pages) * self._tree.page_size
-            # Nothing is touched: ranks ask in different steps.
-            read.lacks = end - PrefixReader(self._tree).peek(req.origin_input_ids[:end], req.extra_key).length
-        if read.lacks < self.least:
-            return False
-        name = source.agent_name
-        wanted = self._wanted.get(name, 0)
-        if self.paces.is_slow(name, read.lacks, self._under_way(source) + wanted):
-            return True
-        self._wanted[name] = wanted + read.lacks
-        return False
+    def note_late(self, read: DecodeRead) -> None:
+        """Nobody waits for ``read`` any more. The next ones from there would take as long for nothing."""
+        assert read.source is not None
+        now = time.monotonic()
+        self._late = {name: at for name, at in self._late.items() if now < at + AVOIDED_S} | {
+            read.source.agent_name: now
+        }
 
     def post(self, read: DecodeRead) -> None:
         """Post a read that has its pages, once no step can write to them.
@@ -278,25 +252,15 @@ class DecodeReads:
         try:
             # None: others of this turn have taken its time.
             read.posted = self._reader.post(read.source.agent_name, read.source.pages[first:], ours)
-            read.posted_at = read.seen_at = time.monotonic()
-            read.is_over = read.posted is None
+            read.posted_at = time.monotonic()
         except Exception as e:
             logger.warning("Request %s: nothing is read from decode: %r", read.req.rid, e)
             read.failed = True
 
-    def _under_way(self, source: Source) -> int:
-        """Tokens that are being read from there. Not what nobody waits for any more: it may stand still for ever."""
-        tokens = 0
-        for read in self.reading:
-            same = read.source is not None and read.source.agent_name == source.agent_name
-            if same and read.target is not None and not read.is_over:
-                tokens += len(read.target.slots)
-        return tokens
-
     # ---- all ranks, in the same step ----
 
     def pass_over(self, read: DecodeRead) -> None:
-        """Some rank is offered nothing that it can read, or computes it sooner.
+        """Some rank is offered nothing that it can read, or avoids the one that offers it.
 
         That the weights differ may be for good, and would else be seen nowhere.
         """
@@ -390,7 +354,6 @@ class DecodeReads:
         none of those that wait could begin, and nothing runs that would end. poll_all: polls on all ranks.
         """
         self._turn, self.is_stuck = self._turn + 1, is_stuck
-        self._wanted.clear()
         self._reader.begin_turn()
         if not len(self):
             return

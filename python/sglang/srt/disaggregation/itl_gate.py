@@ -3,7 +3,7 @@
 A step's time follows from who is in it (step_time.py), so an admission is refused as one for which there is no memory
 is: it ends the step of admission, and what waits goes by the order of admission. With nobody live the next is admitted
 whatever it takes, so at least one request always runs. Requests that are on their way here count from when they will
-decode, beside those that will not have ended by then; but for those whose prefill stands still (standstill.py).
+decode, beside those that will not have ended by then.
 
 Nothing here is measured by more than one rank: the first one's estimate is part of what ranks agree on, and decisions
 follow from that, and from live requests, in whole numbers.
@@ -13,9 +13,8 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,20 +25,16 @@ from sglang.srt.disaggregation.step_time import (
     WIDTH,
     Estimate,
     Parts,
-    SeenTimes,
     StepTimes,
     StepWatch,
     has_prompts,
     mean_of,
 )
-from sglang.srt.mem_cache.prefix_reader import PrefixPeek, tokens_above
+from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
-    from sglang.srt.disaggregation.standstill import Standstills
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["ItlGate", "Load"]
 
@@ -59,31 +54,11 @@ REPORT = 16
 
 
 class Steps(NamedTuple):
-    """Requests and tokens of some steps, int64."""
+    """The longest of some steps, picoseconds, and the most requests and tokens of any of them."""
 
-    requests: Array
-    tokens: Array
-
-    def longest(self, parts: Parts) -> int:
-        """Picoseconds of the longest of them."""
-        return int((parts.fixed + parts.per_request * self.requests + parts.per_token * self.tokens).max())
-
-
-class _Sums(NamedTuple):
-    """Numbers in the order of their times: the times, and the sums of the first 0, 1, ... of them; int64."""
-
-    times: Array
-    sums: Array
-
-    @classmethod
-    def by(cls, times: Array, numbers: Array) -> _Sums:
-        order = np.argsort(times, kind="stable")
-        return cls(times[order], np.concatenate([[0], np.cumsum(numbers[order])]))
-
-    def until(self, times: Array, side: Literal["left", "right"]) -> tuple[Array, Array]:
-        """How many there are up to each of ``times``, and their sum. side: "right" for with those at that time."""
-        count = np.searchsorted(self.times, times, side)
-        return count, self.sums[count]
+    longest: int
+    requests: int
+    tokens: int
 
 
 class Load:
@@ -105,22 +80,29 @@ class Load:
         self.reqs.pop()
         self.shared -= shared
 
-    def steps(self) -> tuple[Steps, Steps]:
+    def steps(self, parts: Parts) -> tuple[Steps, Steps]:
         """The steps in which a request begins, and those in which one ends: between two of these all only grow."""
-        figures = np.fromiter(chain.from_iterable(self.reqs), np.int64, 3 * len(self.reqs))
-        tokens, starts, growth = figures.reshape(-1, 3).T
+        tokens, starts, growth = np.array(self.reqs, np.int64).T
         ends = starts + growth
-        # What each would have had at time 0.
-        base = tokens - starts
-        begun, gone = _Sums.by(starts, base), _Sums.by(ends, base)
-        return self._at(begun.times, begun, gone), self._at(gone.times, begun, gone)
+        # With what each would have had at time 0.
+        begun, gone = _sums(starts, tokens - starts), _sums(ends, tokens - starts)
+        found = []
+        for at in (starts, ends):
+            count, held = begun(at, "right") - gone(at, "left")
+            read = self.shared + held + count * at
+            longest = (parts.fixed + parts.per_request * count + parts.per_token * read).max()
+            found.append(Steps(int(longest), int(count.max()), int(read.max())))
+        return found[0], found[1]
 
-    def _at(self, times: Array, begun: _Sums, gone: _Sums) -> Steps:
-        """The steps at ``times``, with all that have begun and not ended before; as often as a time is named."""
-        requests, tokens = begun.until(times, "right")
-        fewer, less = gone.until(times, "left")
-        count = requests - fewer
-        return Steps(count, self.shared + tokens - less + count * times)
+
+def _sums(times: Array, numbers: Array) -> Callable[[Array, Literal["left", "right"]], Array]:
+    """Asked with times, how many of ``times`` there are until each, and the sum of their ``numbers``.
+
+    With "right", those at that time as well.
+    """
+    order = np.argsort(times)
+    sums = np.vstack([np.arange(len(times) + 1), np.concatenate([[0], np.cumsum(numbers[order])])])
+    return lambda at, side: sums[:, np.searchsorted(times[order], at, side)]
 
 
 class ItlGate:
@@ -128,12 +110,12 @@ class ItlGate:
 
     width = WIDTH
 
-    def __init__(self, target_ms: float, tree: DecodeRadixCache, shares: bool = False, counters: Any = None):
+    def __init__(self, target_ms: float, shares: bool = False, counters: Any = None):
         """shares: whether a step reads what several of its requests share once."""
         self.target_ms, self._target = target_ms, round(target_ms * PS / 1000)
-        self._tree, self._shares = tree, shares
+        self._shares = shares
         self._counters: KvTransferCounters | None = counters
-        self.decode, self.computed = SeenTimes(), StepTimes()
+        self.decode = StepTimes()
         # What all ranks go by.
         self.estimate: Estimate | None = None
         self._accepted: deque[float] = deque(maxlen=RECENT)
@@ -149,11 +131,6 @@ class ItlGate:
         # how many steps those decoded for which something was.
         self._admitted: dict[str, int | None] = {}
         self._delays: deque[int] = deque(maxlen=ANSWERS)
-        # Whose prefills stand still; and how many of those on their way `load` has left out last for that.
-        self.standstills: Standstills | None = None
-        self.left_out = 0
-        # Locks on the tree of what no step reads; see `load`.
-        self._unread: Counter[TreeNode] = Counter()
         # Whether the last one was refused since no step has been like that, which the next ones may change.
         self.untried = False
         # The request that is held back, how many wait with it, and how many have been so far.
@@ -161,7 +138,7 @@ class ItlGate:
         self.waiting = self.held_requests = 0
 
     @classmethod
-    def of(cls, scheduler: Any, tree: DecodeRadixCache) -> ItlGate | None:
+    def of(cls, scheduler: Any) -> ItlGate | None:
         """The gate that the options of a decode worker ask for; None where they ask for none."""
         target_ms = scheduler.server_args.disaggregation_decode_itl_target
         if target_ms is None:
@@ -170,7 +147,7 @@ class ItlGate:
         backend = getattr(backend, "full_attn_backend", backend)
         counters = KvTransferCounters.get(scheduler.server_args)
         counters.itl_target(target_ms / 1000)
-        return cls(target_ms, tree, getattr(backend, "shares_prefixes", False), counters)
+        return cls(target_ms, getattr(backend, "shares_prefixes", False), counters)
 
     # ---- what is measured ----
 
@@ -182,10 +159,8 @@ class ItlGate:
     def note_step(self, batch: Any, result: Any, now: float | None = None) -> None:
         """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
         seconds = self._watch.lap(now)
-        reqs, mode = batch.reqs, batch.forward_mode
-        if not mode.is_decode():
-            if mode.is_extend() and seconds is not None and batch.prefill_stats is not None:
-                self.computed.note(batch.prefill_stats.log_input_tokens, 0, seconds)
+        reqs = batch.reqs
+        if not batch.forward_mode.is_decode():
             self._waited += self._left * (seconds or 0.0)
             return
         accepted = getattr(result, "accept_length_per_req_cpu", None)
@@ -245,10 +220,9 @@ class ItlGate:
         if parts is None:
             return [0] * WIDTH
         accepted, waits = round(1000 * self._tokens_per_step()), round(1000 * self.decode.waits())
-        computed = self.computed.parts() or Parts(0, 0, 0)
         answer = mean_of(self._answers)
         delay = sorted(self._delays)[len(self._delays) // SHORT_PART] if self._delays else 0
-        return Estimate(parts, computed, accepted, answer, *self.decode.most(), delay, waits).figures()
+        return Estimate(parts, accepted, answer, *self.decode.most(), delay, waits).figures()
 
     def _tokens_per_step(self) -> float:
         """Of a request, where drafts are accepted."""
@@ -260,19 +234,13 @@ class ItlGate:
 
     # ---- decisions ----
 
-    def load(self, live: LiveReqs, prefills: Callable[[], set[Hashable]] | None = None) -> Load:
-        """What steps over the live requests read. prefills: as of `Standstills.without`. Cost: some figures of each."""
-        coming = live.coming
-        if self.standstills is not None:
-            coming = self.standstills.without(coming, look=self._held is not None, prefills=prefills)
-        self.left_out = len(live.coming) - len(coming)
-        self._unread = _locks_unread(self._tree, live, coming) if self._shares else Counter()
-        load = Load(self._tree.protected_size_ - _held_alone(self._unread) if self._shares else 0)
+    def load(self, live: LiveReqs) -> Load:
+        """What steps over the live requests read. Cost: some figures of each."""
+        coming, delay, step = live.coming, self._delay(), self._steps
+        load = Load(tokens_above([req.last_node for req in (*live.running, *coming)]) if self._shares else 0)
         load.reqs = self._figures(live.running)
-        delay, step, admitted = self._delay(), self._steps, self._admitted
-        # Without those that have failed on their way. How long a prefill stands still is no word of the others'.
-        self._admitted = dict.fromkeys([req.rid for req in live.coming])
-        self._admitted.update((req.rid, admitted.get(req.rid)) for req in coming)
+        # Without those that have failed on their way.
+        self._admitted = {req.rid: self._admitted.get(req.rid) for req in coming}
         for req, (tokens, _, growth) in zip(coming, self._figures(coming), strict=True):
             since = self._admitted[req.rid]
             load.add(tokens, growth, 0 if since is None else max(0, delay - step + since))
@@ -304,7 +272,7 @@ class ItlGate:
         at_once: nothing is sent for it; it decodes beside those that run now, and not beside those that will be left.
         """
         alone = not load.reqs
-        shared = plan.found.evictable + _unread_of(plan.found, self._unread) if self._shares else 0
+        shared = plan.found.evictable if self._shares else 0
         start = 0 if at_once else self._delay()
         load.add(plan.delta + (0 if self._shares else plan.found.length), self._growth(req), start, shared)
         if alone or self._covers(load):
@@ -318,37 +286,19 @@ class ItlGate:
         if known is None:
             self.untried = len(load.reqs) > SEED
             return not self.untried
-        begin, end = load.steps()
+        begin, end = load.steps(known.decode)
         # No further than twice what has been seen: beyond that, the parts are a guess.
-        requests, tokens = begin.requests.max(), begin.tokens.max()
-        beyond = requests > STRIDE * known.requests or tokens > STRIDE * known.tokens
-        self.untried = bool(requests > SEED and beyond)
+        beyond = begin.requests > STRIDE * known.requests or begin.tokens > STRIDE * known.tokens
+        self.untried = begin.requests > SEED and beyond
         if self.untried:
             return False
-        most = self._most(known) * 1000 // known.waits
-        return begin.longest(known.decode) <= most and 10 * end.longest(known.decode) <= PEAK_TENTHS * most
-
-    def _most(self, known: Estimate) -> int:
-        """Picoseconds that a step may take."""
-        return self._target * known.milli_tokens // 1000
+        # Picoseconds that a step may take.
+        most = self._target * known.milli_tokens // known.waits
+        return begin.longest <= most and 10 * end.longest <= PEAK_TENTHS * most
 
     def _growth(self, req: Req) -> int:
         """Tokens that a request is expected still to generate."""
         return self._figures([req])[0][2]
-
-    def most_computed(self, most: int, running: Sequence[Req], elsewhere: int = 0) -> int:
-        """Tokens of prompts that one step may compute, at most ``most``, while ``running`` wait for it.
-
-        A quarter of that even where there is no time, or prompts that are computed here would starve. elsewhere:
-        requests that wait for it on another DP rank.
-        """
-        known = self.estimate
-        requests = max(len(running), elsewhere)
-        if known is None or not any(known.computed) or not requests:
-            return most
-        tokens = sum(req.seqlen for req in running) if not self._shares else self._tokens(running)
-        spare = self._most(known) - known.decode.of(requests, tokens) - known.computed.fixed
-        return max(min(most, spare // max(1, known.computed.per_request)), most // LEAST_PART, 1)
 
     # ---- what is told ----
 
@@ -372,31 +322,6 @@ class ItlGate:
             "held_requests": self.held_requests,
         }
         return state if self.estimate is None else state | _told(self.estimate)
-
-
-def _locks_unread(tree: DecodeRadixCache, live: LiveReqs, coming: Sequence[Req]) -> Counter[TreeNode]:
-    """Locks on the nodes of ``tree`` of what only saves have locked, failed requests, and those not of ``coming``."""
-    counted = set(map(id, coming))
-    others = [req.last_node for req in (*live.quarantined, *live.coming) if id(req) not in counted]
-    locks: Counter[TreeNode] = Counter()
-    for node in chain(tree.nodes_in_use(), others):
-        while node is not None and node.parent is not None:
-            locks[node] += 1
-            node = node.parent
-    return locks
-
-
-def _held_alone(locks: Counter[TreeNode]) -> int:
-    """Tokens of the tree that these locks hold, and no other."""
-    return sum(len(node.key.token_ids) for node, count in locks.items() if node.lock_ref == count)
-
-
-def _unread_of(found: PrefixPeek, unread: Counter[TreeNode]) -> int:
-    """Tokens of ``found`` that have no locks but these: no step was counted to read them, and the next ones will."""
-    if not unread:
-        return 0
-    spans = [len(node.key.token_ids) for node in found.path[:-1]] + [found.in_last]
-    return sum(span for node, span in zip(found.path, spans, strict=False) if node.lock_ref == unread.get(node))
 
 
 def _told(known: Estimate) -> dict[str, Any]:

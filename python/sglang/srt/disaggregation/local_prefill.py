@@ -177,8 +177,6 @@ class LocalPrefills:
         self.policy, self._tells = policy, tells
         self.bucket = Bucket(admission.transfers.short)
         self.ranks = OtherRanks()
-        # How many of so many tokens one step may compute while others wait for it.
-        self.bound: Callable[[int], int] = lambda most: most
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
@@ -225,7 +223,7 @@ class LocalPrefills:
         if delta > self.policy.most or not may_compute(req):
             return False
         decoding = max(others(), self.ranks.decoding)
-        most = self.bound(self.policy.slice)
+        most = self.policy.slice
         if decoding and not self.slices and delta > most:
             return False
         if self.policy.paced and self.queued + delta > self.policy.step:
@@ -339,7 +337,7 @@ class LocalPrefills:
         if not decoding:
             return self.policy.step
         waiting = sum(one.agreed for one in self.waiting)
-        return self.bound(min(self.policy.step, self.policy.slice * max(1, waiting // decoding)))
+        return min(self.policy.step, self.policy.slice * max(1, waiting // decoding))
 
     def _pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> Iterator[Slice]:
         page, picked = self._tree.page_size, 0

@@ -19,7 +19,6 @@ from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = [
@@ -38,13 +37,8 @@ logger = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-local-prefill"
 
 
-def make_local_prefills(
-    scheduler: Any, tree: DecodeRadixCache, admission: AdmissionPolicy, gate: ItlGate | None = None
-) -> LocalPrefills | None:
-    """What computes prompts on this rank, as the options ask for it; None where prefill computes all.
-
-    gate: what bounds a step's time.
-    """
+def make_local_prefills(scheduler: Any, tree: DecodeRadixCache, admission: AdmissionPolicy) -> LocalPrefills | None:
+    """What computes prompts on this rank, as the options ask for it; None where prefill computes all."""
     policy = Policy.of(scheduler.server_args.disaggregation_decode_local_prefill)
     if policy is None:
         return None
@@ -62,10 +56,7 @@ def make_local_prefills(
     policy = policy.within(most, slices=not tree.is_eagle)
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
     counters = KvTransferCounters.get(scheduler.server_args)
-    local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
-    if gate is not None:
-        local.bound = lambda most: gate.most_computed(most, scheduler.running_batch.reqs, local.ranks.decoding)
-    return local
+    return LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
 
 
 def measured(queue: Any) -> list[Any]:

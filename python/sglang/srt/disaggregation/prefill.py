@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from functools import cache, partial
 from http import HTTPStatus
@@ -294,7 +293,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         """
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        self._note_step(batch, result)
         output = result.logits_output
         for name in ("next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
             values = getattr(output, name, None) if batch.return_logprob else None
@@ -320,19 +318,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         for req in computed:
             # Until its KV has been sent: its times are logged then.
             req.finished_reason, req.has_log_time_stats = None, False
-
-    def _note_step(self, batch, result) -> None:
-        """Tells what chooses between reading and computing how long a step took."""
-        reads = self.disagg_prefill_bootstrap_queue.reads
-        if reads is None:
-            return
-        if result.copy_done is None and isinstance(result.next_token_ids, torch.Tensor):
-            # Not overlapped: only who reads these waits for the step.
-            result.next_token_ids = result.next_token_ids.cpu()
-        # Of a prompt whose next chunk has been launched, the time is that of that one.
-        began = [req.time_stats.prefill_run_batch_start_time for req in batch.reqs if req.is_chunked <= 0]
-        if began:
-            reads.paces.computed(len(batch.out_cache_loc), began[0], time.perf_counter())
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.

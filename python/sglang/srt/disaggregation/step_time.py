@@ -1,12 +1,12 @@
 """How long a decode step takes, learned from the steps themselves.
 
-A step's time is taken for a fixed part, a part for each request and a part for each token of KV that it reads. The
-parts are what explains the medians of steps of a size, over many sizes: a pause or a step that was held up is one
-sample of its size, and changes no median. Where the samples leave two explanations, the one that charges a further
-request less is taken: it is put to the test by the next steps, where a bound that is too low would never be.
+A step's time is a fixed part, a part for each request and a part for each token of KV that it reads: what explains the
+medians of steps of a size, over many sizes. A pause is one sample of its size and changes no median. Where the samples
+leave two explanations, the one that charges a further request less is taken: the next steps put it to the test, where a
+bound that is too low would never be.
 
-What clients see is a mean, and steps that wait for others on the same cores or GPU have a long tail: where a mean is
-promised, the parts are multiplied by what makes them that of the last steps.
+What clients see is a mean, and steps that wait for others on the same cores or GPU have a long tail. So the parts are
+multiplied by what makes them the mean of the last steps.
 
 Upstream: none is known.
 """
@@ -15,34 +15,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "Estimate",
-    "OtherRanks",
-    "Parts",
-    "SeenTimes",
-    "StepTimes",
-    "StepWatch",
-    "has_prompts",
-]
+__all__ = ["Estimate", "OtherRanks", "Parts", "StepTimes", "StepWatch", "has_prompts"]
 
 # Picoseconds in a second: ranks agree on whole numbers, and compute with nothing else.
 PS = 10**12
 # Samples of a size that are kept, how many make it count, and how many sizes there are at most.
 KEPT, ENOUGH, MOST_SIZES = 9, 3, 128
-# Samples between two fits, and the steps after which a size counts half.
-REFIT, HALF_LIFE = 16, 5000
-# The last steps, which say by how much the present differs from what was learned; and by how much it may.
+# Steps between two fits, but for the first ones.
+REFIT = 16
+# The steps that the metrics are of; by how much the mean may differ from what the parts say.
 RECENT, MOST_DRIFT = 32, 2.0
-# Where the mean is promised, it is that of as many steps as so many answers take, within bounds: who is admitted stays
-# for an answer, and steps that wait for others do so by the dozen. And a step counts as at most so many times what is
-# expected of it: a pause of a second is not what the next requests will see.
+# The mean is that of as many steps as so many answers take, within bounds: who is admitted stays for an answer, and
+# steps that wait for others do so by the dozen. A step counts as at most so many times what is expected of it: a pause
+# of a second is not what the next requests will see.
 ANSWERS_SEEN, LEAST_SEEN, SEEN, MOST_SEEN = 4, 256, 1024, 12.0
 # What keeps parts that nothing is known of small.
 RIDGE = 1e-3
@@ -61,16 +53,14 @@ class Parts(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What is known of steps, in whole numbers: on several ranks the first one's, which all of them go by.
+    """What is known of decode steps, in whole numbers: on several ranks the first one's, which all of them go by.
 
-    decode: of a decode step. computed: of a step over remainders of prompts, by tokens instead of requests.
     milli_tokens: a request's tokens in a step, thousandths. answer: mean tokens of the last answers, 0 if none has
     ended. requests, tokens: the most that steps have had. delay: steps from an admission until the request decodes.
     waits: time between two tokens of a request over that of its step, thousandths: more where it waits for others'.
     """
 
     decode: Parts
-    computed: Parts
     milli_tokens: int
     answer: int
     requests: int
@@ -80,195 +70,108 @@ class Estimate(NamedTuple):
 
     def figures(self) -> list[int]:
         """These as `WIDTH` numbers of 0 or more."""
-        return [*self.decode, *self.computed, self.milli_tokens, *self[3:]]
+        return [*self.decode, *self[1:]]
 
     @classmethod
     def of(cls, figures: list[int]) -> Estimate | None:
         """What `figures` gave; None for zeros, which stand for no estimate."""
-        if not figures[6]:
-            return None
-        return cls(Parts(*figures[:3]), Parts(*figures[3:6]), *figures[6:WIDTH])
+        return cls(Parts(*figures[:3]), *figures[3:WIDTH]) if figures[3] else None
 
 
-WIDTH = 12
-
-
-class _Size:
-    """Steps of about one size: the last samples of requests, tokens and seconds."""
-
-    def __init__(self) -> None:
-        self.samples: deque[tuple[int, int, float]] = deque(maxlen=KEPT)
-        self.last = 0
-
-    def typical(self) -> tuple[float, float, float]:
-        """Mean requests and tokens of the samples, and the median of their seconds."""
-        requests, tokens, seconds = zip(*self.samples, strict=True)
-        return sum(requests) / len(requests), sum(tokens) / len(tokens), median(seconds)
+WIDTH = 9
 
 
 class StepTimes:
-    """Samples of steps, and the parts that explain them."""
+    """Samples of steps, the parts that explain them, and their mean."""
 
     def __init__(self) -> None:
-        self._sizes: dict[tuple[int, int], _Size] = {}
-        self._recent: deque[tuple[int, int, float]] = deque(maxlen=RECENT)
-        self._count = self._fitted_at = 0
+        # The last samples of each size, as requests, tokens and seconds; the size that came last is the last.
+        self._sizes: OrderedDict[tuple[int, int], deque[tuple[int, int, float]]] = OrderedDict()
+        self._count = 0
         self._fit: np.ndarray | None = None
         self._most = 0, 0
+        # Of the mean and of the last steps: sums in which older steps count less, and each for all of its requests. Of
+        # ones, requests, tokens, seconds, and seconds that the requests had waited before.
+        self._seen = np.zeros((2, 5))
+        self._forget = np.array([[2 / LEAST_SEEN], [2 / RECENT]])
 
-    def note(self, requests: int, tokens: int, seconds: float) -> None:
-        """A step over ``requests`` that read ``tokens`` of KV took ``seconds``. Cost: the same for any number."""
+    def expect(self, steps: int) -> None:
+        """Answers take so many ``steps``."""
+        self._forget[0] = 2 / min(SEEN, max(LEAST_SEEN, ANSWERS_SEEN * steps))
+
+    def note(self, requests: int, tokens: int, seconds: float, waited: float = 0.0) -> None:
+        """A step over ``requests`` that read ``tokens`` of KV took ``seconds``. Cost: the same for any number.
+
+        waited: seconds of other steps, for which its requests had waited before.
+        """
         if requests <= 0 or not 0 < seconds < math.inf:
             return
         self._count += 1
         key = _level(requests), _level(tokens)
-        size = self._sizes.get(key)
-        if size is None:
-            if len(self._sizes) >= MOST_SIZES:
-                del self._sizes[min(self._sizes, key=lambda k: self._sizes[k].last)]
-            size = self._sizes[key] = _Size()
-        size.samples.append((requests, tokens, seconds))
-        size.last = self._count
-        self._recent.append((requests, tokens, seconds))
+        self._sizes.setdefault(key, deque(maxlen=KEPT)).append((requests, tokens, seconds))
+        self._sizes.move_to_end(key)
+        if len(self._sizes) > MOST_SIZES:
+            self._sizes.popitem(last=False)
+        if self._count % REFIT == 0 or self._count < 4 * REFIT:
+            self._explain()
+        if self._fit is None:
+            return
+        if self._count == RECENT:
+            # The first steps of a worker may take seconds, and are no mean of others.
+            self._seen[:] = 0
+        most = MOST_SEEN * float(self._fit @ (1, requests, tokens))
+        seen = np.array([1, requests, tokens, min(seconds, most), min(waited, most)])
+        self._seen += requests * seen - self._forget * self._seen
 
-    def seconds(self) -> float | None:
-        """The median of the last steps; None if there were none."""
-        return median(seconds for *_, seconds in self._recent) if self._recent else None
-
-    def seconds_explained(self) -> float | None:
-        """What the parts make of the same steps."""
-        parts = self.parts()
-        if parts is None:
+    def parts(self) -> Parts | None:
+        """The parts of a step's time, whose mean is that of the last steps; None while too little is known."""
+        if self._fit is None:
             return None
-        return median(parts.of(requests, tokens) for requests, tokens, _ in self._recent) / PS
+        fixed, per_request, per_token = (PS * self._drift() * self._fit).tolist()
+        return Parts(round(fixed), round(per_request), round(per_token))
 
     def most(self) -> tuple[int, int]:
         """The most requests and tokens of a step, where as many steps of its size have been seen as count."""
-        self._update()
         return self._most
-
-    def parts(self) -> Parts | None:
-        """The parts of a step's time; None while too little is known."""
-        self._update()
-        if self._fit is None:
-            return None
-        fixed, per_request, per_token = (self._fit * self._drift(self._fit)).tolist()
-        return Parts(round(PS * fixed), round(PS * per_request), round(PS * per_token))
-
-    def _update(self) -> None:
-        """Take in the samples that have come, if these are many or those before them few."""
-        new = self._count - self._fitted_at
-        if not (new >= REFIT or (new and (self._fit is None or self._count < 4 * REFIT))):
-            return
-        self._fitted_at = self._count
-        sizes = self._counting()
-        if sizes:
-            samples = [sample for size in sizes for sample in size.samples]
-            self._most = max(requests for requests, *_ in samples), max(tokens for _, tokens, _ in samples)
-            self._fit = self._explain(sizes)
-
-    def _counting(self) -> list[_Size]:
-        return [size for size in self._sizes.values() if len(size.samples) >= ENOUGH]
-
-    def _explain(self, sizes: list[_Size]) -> np.ndarray:
-        """Seconds of the three parts, none below 0, by least squares of relative errors."""
-        from scipy.optimize import nnls
-
-        typical = np.array([size.typical() for size in sizes])
-        ages = np.array([self._count - size.last for size in sizes])
-        counts = np.array([len(size.samples) for size in sizes])
-        weights = counts * 0.5 ** (ages / HALF_LIFE)
-        columns = np.column_stack([np.ones(len(sizes)), typical[:, 0], typical[:, 1]]) / typical[:, 2:]
-        scale = columns.max(axis=0)
-        scale[scale == 0] = 1.0
-        columns /= scale
-        errors = np.zeros(len(sizes))
-        for _ in range(3):
-            # A size whose median is far off what the others say of it counts less.
-            robust = weights / np.maximum(1.0, np.abs(errors) / max(0.02, 2 * float(np.median(np.abs(errors)))))
-            root = np.sqrt(robust / robust.sum())
-            ridge = np.diag([0.0, RIDGE, RIDGE])
-            found, _ = nnls(np.vstack([columns * root[:, None], ridge]), np.concatenate([root, np.zeros(3)]))
-            errors = columns @ found - 1
-        return found / scale
-
-    def _drift(self, fit: np.ndarray) -> float:
-        """By what the last steps have taken longer than the parts say."""
-        # As Python has them: with one number at a time numpy takes several times as long.
-        fixed, per_request, per_token = fit.tolist()
-        ratios = []
-        for requests, tokens, seconds in self._recent:
-            explained = fixed + per_request * requests + per_token * tokens
-            ratios.append(seconds / explained if explained else MOST_DRIFT)
-        return min(MOST_DRIFT, max(1 / MOST_DRIFT, median(ratios)))
-
-
-class SeenTimes(StepTimes):
-    """As `StepTimes`, but `parts` have the mean of the last steps and not what they usually take.
-
-    Each step counts for as many requests as it had, as clients see it. What these waited for besides is kept apart.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Requests, tokens, seconds and seconds waited before of the last steps, each in the place of the oldest one.
-        self._seen = np.zeros((SEEN, 4))
-        self._span = LEAST_SEEN
-
-    def expect(self, steps: int) -> None:
-        """Answers take so many ``steps``."""
-        self._span = min(SEEN, max(LEAST_SEEN, ANSWERS_SEEN * steps))
-
-    def note(self, requests: int, tokens: int, seconds: float, waited: float = 0.0) -> None:
-        """As in `StepTimes`. waited: seconds of other steps, for which the requests of this one had waited before."""
-        before = self._count
-        super().note(requests, tokens, seconds)
-        if self._count > before:
-            self._seen[before % SEEN] = requests, tokens, seconds, waited
 
     def waits(self) -> float:
         """Seconds between two tokens of a request for each second of its own steps: 1 or more, at most `MOST_DRIFT`."""
-        self._update()
-        if self._fit is None:
-            return 1.0
-        own, _, waited = self._means(self._last(self._span), self._fit)
-        return min(MOST_DRIFT, 1 + waited / own) if own else MOST_DRIFT
+        own, waited = self._seen[0, 3:].tolist()
+        return min(MOST_DRIFT, 1 + waited / own) if own else 1.0
 
     def seconds(self) -> float | None:
-        """The mean of the last `RECENT` steps with what was waited for; None while too little is known."""
-        self._update()
-        if self._fit is None:
-            return None
-        own, _, waited = self._means(self._last(RECENT), self._fit)
-        return own + waited
+        """The mean of the last steps with what was waited for; None while too little is known."""
+        count, *_, own, waited = self._seen[1].tolist()
+        return (own + waited) / count if count else None
 
     def seconds_explained(self) -> float | None:
         """What the parts, and how long is waited besides, make of the same steps."""
-        parts = self.parts()
-        return None if parts is None else self._means(self._last(RECENT), np.array(parts) / PS)[1] * self.waits()
+        seen = self._seen[1]
+        return None if self._fit is None else float(self._fit @ seen[:3] / seen[0]) * self._drift() * self.waits()
 
-    def _drift(self, fit: np.ndarray) -> float:
-        # The first steps of a worker may take seconds, and are no mean of others.
-        later = self._count - RECENT
-        if later < RECENT:
-            return super()._drift(fit)
-        own, explained, _ = self._means(self._last(min(self._span, later)), fit)
-        return min(MOST_DRIFT, max(1 / MOST_DRIFT, own / explained)) if explained else MOST_DRIFT
+    def _drift(self) -> float:
+        """By what the last steps have taken longer than the parts say."""
+        assert self._fit is not None
+        if self._count < 2 * RECENT:
+            return 1.0
+        explained = float(self._fit @ self._seen[0, :3])
+        return min(MOST_DRIFT, max(1 / MOST_DRIFT, float(self._seen[0, 3]) / explained))
 
-    def _last(self, count: int) -> np.ndarray:
-        """So many of the last steps, or all that there were."""
-        count = min(count, self._count)
-        return self._seen[np.arange(self._count - count, self._count) % SEEN]
+    def _explain(self) -> None:
+        """Find the three parts, none below 0, by least squares of relative errors."""
+        from scipy.optimize import nnls
 
-    @staticmethod
-    def _means(steps: np.ndarray, fit: np.ndarray) -> tuple[float, float, float]:
-        """Mean seconds of ``steps`` for each of their requests: as they were, as ``fit`` has them, waited before."""
-        requests, tokens, seconds, waited = steps.T
-        explained = fit[0] + fit[1] * requests + fit[2] * tokens
-        most, count = MOST_SEEN * explained, float(requests.sum())
-        columns = np.minimum(seconds, most), explained, np.minimum(waited, most)
-        own, made, waits = (float((requests * column).sum()) / count for column in columns)
-        return own, made, waits
+        sizes = [size for size in self._sizes.values() if len(size) >= ENOUGH]
+        if not sizes:
+            return
+        requests, tokens, _ = map(max, zip(*(sample for size in sizes for sample in size), strict=True))
+        self._most = requests, tokens
+        typical = np.array([[median(column) for column in zip(*size, strict=True)] for size in sizes])
+        columns = np.column_stack([np.ones(len(sizes)), typical[:, :2]]) / typical[:, 2:]
+        scale = np.maximum(columns.max(axis=0), 1e-300)
+        ridge = np.sqrt(len(sizes)) * np.diag([0.0, RIDGE, RIDGE])
+        found, _ = nnls(np.vstack([columns / scale, ridge]), np.concatenate([np.ones(len(sizes)), np.zeros(3)]))
+        self._fit = found / scale
 
 
 class StepWatch:

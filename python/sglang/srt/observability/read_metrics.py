@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadCounters"]
 
-# What was read is in the tree; there was no memory for it; it is of other weights; computing it is quicker than reads
-# of late; it failed, was late, or was for a request that has ended.
+# What was read is in the tree; there was no memory for it; it is of other weights; a read from there was late less than
+# a minute ago; it failed, was late, or was for a request that has ended.
 OUTCOMES = ("read", "memory", "weights", "slow", "failed")
 
 

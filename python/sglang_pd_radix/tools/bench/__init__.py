@@ -8,15 +8,14 @@ asked.py      a request that was answered, and one that was not
 measure.py    one run: ask, watch, and take the figures
 steady.py     clients that send long prompts all the time, beside a chat
 turns.py      all runs of a workload, the sides in turns
-order.py      which side goes first, and whether that makes a difference
 goodput.py    the rates at which requests keep a promised TTFT and ITL
 rates.py      which rates are measured for that, and what is known from them
 parted.py     answers that are not the same: where they part, and how far apart the two tokens are
 stats.py      percentiles, spreads and ratios
-chart.py      charts, interactive and as pictures
+chart.py      charts as pictures
 chats.py      the table of a chat's sides
-report.py     JSON, Markdown and HTML
-published.py  records of runs, and the tables of README and docs that are made of them
+report.py     JSON, Markdown and pictures
+record.py     what is kept of a report
 command.py    the options, and the order in which things are run
 """
 

@@ -1,7 +1,6 @@
-"""Charts of a report: what they show, as plain data, and the two forms it takes.
+"""Charts of a report: what they show, as plain data, and the pictures that matplotlib makes of it.
 
-On the report's page plotly draws them, to be zoomed and read off; for documents matplotlib makes pictures of them.
-Neither is imported before it is needed.
+It is not imported before it is needed.
 """
 
 from __future__ import annotations
@@ -58,45 +57,6 @@ class Chart:
         """Whether there is nothing to draw."""
         return not (any(line.points for line in self.lines) or (self.groups and self.bars))
 
-    def interactive(self) -> str:
-        """An element of an HTML page that has plotly's script, see `script`."""
-        import plotly.graph_objects as go
-
-        figure = go.Figure()
-        named: set[str] = set()
-        for line in self.lines:
-            points = self._drawn(line)
-            figure.add_scatter(
-                x=[x for x, _ in points],
-                y=[y for _, y in points],
-                mode="lines",
-                name=line.name,
-                legendgroup=line.name,
-                showlegend=line.name not in named,
-                opacity=line.opacity,
-                line={"color": line.color, "width": 1.6, "dash": "dash" if line.dashed else "solid"},
-            )
-            named.add(line.name)
-        for bars in self.bars:
-            figure.add_bar(x=list(self.groups), y=list(bars.values), name=bars.name, marker_color=bars.color)
-        if self.mark:
-            figure.add_hline(y=self.mark[0], line_dash="dot", line_color="#888", annotation_text=self.mark[1])
-        figure.update_layout(
-            title={"text": self.title, "font_size": 15},
-            height=340,
-            margin={"l": 60, "r": 16, "t": 48, "b": 48},
-            legend={"orientation": "h", "y": 1.08, "yanchor": "bottom"},
-            # The page is light or dark.
-            paper_bgcolor="rgba(0,0,0,0)",
-            plot_bgcolor="rgba(0,0,0,0)",
-            font_color="#888",
-        )
-        grid = {"gridcolor": "rgba(136,136,136,.25)", "zeroline": False}
-        figure.update_xaxes(title=self.x_label, type="log" if self.log_x else None, **grid)
-        figure.update_yaxes(title=self.y_label, range=[0, self.top] if self.top else None, rangemode="tozero", **grid)
-        html: str = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-        return html
-
     def picture(self) -> str:
         """An SVG file."""
         import matplotlib
@@ -144,15 +104,7 @@ class Chart:
         return [(x, y) for x, y in line.points if x > 0 or not self.log_x]
 
 
-def script() -> str:
-    """The script that `Chart.interactive` needs on its page, so that the page needs nothing else."""
-    from plotly.offline import get_plotlyjs
-
-    return f"<script>{get_plotlyjs()}</script>"
-
-
 def check_libraries() -> None:
-    """Raise PdRadixError where a library that draws is missing: before hours of measuring, not after."""
-    missing = [name for name in ("plotly", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise PdRadixError(f"the report needs {' and '.join(missing)}: pip install 'sglang-pd-radix[bench]'")
+    """Raise PdRadixError where the library that draws is missing: before hours of measuring, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PdRadixError("the report needs matplotlib: pip install 'sglang-pd-radix[bench]'")

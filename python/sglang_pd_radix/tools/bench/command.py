@@ -28,7 +28,7 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import breakdown, chats, goodput, parted, published, report
+from . import breakdown, chats, goodput, parted, record, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
 from .measure import LoadGenerator
@@ -113,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="out",
         type=Path,
         metavar="DIR",
-        help="the report as Markdown and HTML, report.json with everything, record.json with each run's figures; none "
-        "may be there (default: bench-report, or bench-report-2 and so on)",
+        help="the report as Markdown and pictures, report.json with everything, record.json with each run's figures; "
+        "none may be there (default: bench-report, or bench-report-2 and so on)",
     )
     _add_slo_arguments(parser.add_argument_group("rates that keep a target"))
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
@@ -178,12 +178,6 @@ def _add_slo_arguments(group: argparse._ArgumentGroup) -> None:
         help="with --slo, measure these sides at these rates per second, in this order, in place of the search, which "
         "takes hours where steps are slow: off=0.9,target=1.9,off=0.8",
     )
-    group.add_argument(
-        "--slo-curve",
-        metavar="N,...",
-        help="with --slo, decode workers without the flag that run at most N requests at a time: what requests/s cost "
-        "in ITL where these bound it",
-    )
 
 
 def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
@@ -212,17 +206,11 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
         name, colon, text = given.partition(":")
         if not colon or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise PdRadixError(f"--compare {given}: write NAME:OPTIONS, NAME of small letters, digits and -")
-        if (
-            name in [side.name for side in sides]
-            or name in ("least", "possible", "target", AGGREGATED.name)
-            or name.startswith(goodput.BOUND_NAME)
-        ):
+        if name in [side.name for side in sides] or name in ("least", "possible", "target", AGGREGATED.name):
             raise PdRadixError(f"--compare {given}: {name} is the name of something else, take another")
         sides.append(Side.parse(name, text))
     if args.slo:
         sides.append(goodput.Slo.parse(args.slo).side)
-    if args.slo_curve:
-        sides += goodput.bounded_sides(args.slo_curve)
     return [*sides, AGGREGATED] if args.aggregated else sides
 
 
@@ -238,8 +226,7 @@ def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side
     """What ``--slo`` and its options ask for of workload ``key``. Raises PdRadixError."""
     names = [variant.name for variant in variants(shape_of(sizes), sides)]
     try:
-        searched = [name for name in names if not name.startswith(goodput.BOUND_NAME)]
-        rates = parse_rates(args.slo_rates, searched) if args.slo_rates else []
+        rates = parse_rates(args.slo_rates, names) if args.slo_rates else []
     except PdRadixError as error:
         raise PdRadixError(f"workload {key}: {error}") from None
     return goodput.Plan(goodput.Slo.parse(args.slo), args.slo_seconds, args.sample_every, rates)
@@ -247,9 +234,8 @@ def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side
 
 def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequence[Side]) -> None:
     """Raises PdRadixError for options that do not go together, or mean nothing."""
-    for option, given in (("--slo-curve", args.slo_curve), ("--slo-rates", args.slo_rates)):
-        if given and not args.slo:
-            raise PdRadixError(f"{option} goes with --slo")
+    if args.slo_rates and not args.slo:
+        raise PdRadixError("--slo-rates goes with --slo")
     if not 0 < args.slo_seconds <= goodput.DAY_S:
         raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
     if args.slo and args.breakdown:
@@ -449,7 +435,7 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
     if args.slo:
         return goodput.write(document, args.out)
     files = report.write(document, args.out)
-    return [*files, published.write(document, args.out)]
+    return [*files, record.write(document, args.out)]
 
 
 def _shown(side: Side) -> dict[str, Any]:
@@ -494,12 +480,6 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     for entry in document["workloads"]:
         for one in chats.tables(entry) if entry["chat"] else ():
             show(f"({entry['key']}) {entry['title']}", *one)
-    for entry in filter(report.in_rounds, document["workloads"]):
-        show(f"({entry['key']}) {entry['title']}, round by round", *report.rounds_table(entry))
-    by_order, said = report.order_of_sides(document["workloads"])
-    if by_order:
-        show("Which side was measured first", *by_order)
-        console.print(Text(said), soft_wrap=True)
     for entry in document["workloads"]:
         for title, heading, rows in breakdown.tables(entry):
             show(f"({entry['key']}) {title}", heading, rows)

@@ -54,10 +54,6 @@ ITL_OPTION, TTFT_OPTION = "--disaggregation-decode-itl-target", "--disaggregatio
 #: What the options are set to, as a part of what is promised: clients see 4 to 8% more than decode's steps, and more
 #: until the first token than decode's queue and what comes after it.
 TARGET_PART = 0.9
-# Decode workers without the flag that run so many requests at a time, which is what else bounds the ITL.
-BOUND_OPTION, BOUND_NAME = "--max-running-requests", "off-at-most-"
-#: Points of the exchange curve are measured at so many times the greatest rate that was tried, where a bound is full.
-BEYOND = 2.0
 RATES_GIVEN = "the rates were given: of a side that keeps its greatest, a greater one was not tried"
 NOT_COMPARED = "answers are not compared: in this type rounding parts them (in float32 they are)"
 #: The longest time that may be given, seconds.
@@ -114,15 +110,6 @@ class Plan:
     seconds: float
     every_s: float = 0.5
     rates: Sequence[tuple[str, float]] = ()
-
-
-def bounded_sides(text: str) -> list[Side]:
-    """The sides of the exchange curve of ``off``, of ``N,N,...``. Raises PdRadixError."""
-    numbers = [part.strip() for part in text.split(",")]
-    right = all(number.isdecimal() and int(number) > 0 for number in numbers)
-    if not right or len({int(number) for number in numbers}) < len(numbers):
-        raise PdRadixError(f"--slo-curve {text}: write different numbers of requests above 0, as in 8,16,32")
-    return [Side(f"{BOUND_NAME}{int(n)}", False, (BOUND_OPTION, str(int(n)))) for n in numbers]
 
 
 def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -> Workload:
@@ -283,7 +270,7 @@ class Compared:
 
 @dataclass
 class Findings:
-    """What is known of a workload so far: searches and `bounded` by side, and what comparing the answers has found.
+    """What is known of a workload so far: searches by side, and what comparing the answers has found.
 
     exact: as of `measure`.
     """
@@ -292,14 +279,12 @@ class Findings:
     plan: Plan
     exact: bool
     searches: dict[str, Search] = field(init=False)
-    bounded: dict[str, Trial] = field(default_factory=dict)
     compared: Compared = field(default_factory=Compared)
     interrupted: bool = False
 
     def __post_init__(self) -> None:
         most = most_rate(self.measured.workload, self.plan.slo)
-        names = [name for name in self.measured.sides if not name.startswith(BOUND_NAME)]
-        self.searches = {name: Search(most=most) for name in names}
+        self.searches = {name: Search(most=most) for name in self.measured.sides}
 
     def find(self) -> None:
         """Measure all that `plan` asks for, and compare the answers."""
@@ -308,12 +293,6 @@ class Findings:
             measure_given(self.searches, self.plan.rates, measured.trial)
         else:
             search_all(self.searches, measured.trial)
-        tried = [trial.rate for search in self.searches.values() for trial in search.trials]
-        most = max(tried, default=most_rate(measured.workload, self.plan.slo))
-        for name in measured.sides:
-            trial = None if name in self.searches else measured.trial(name, min(MOST_RATE, BEYOND * most))
-            if trial:
-                self.bounded[name] = trial
         if self.exact:
             show = measured.show
             show.step(f"({measured.workload.key}) comparing the answers", 0, "")
@@ -323,7 +302,7 @@ class Findings:
         """The workload's part of the report."""
         measured, slo, searches = self.measured, self.plan.slo, self.searches
         for name, rate in measured.failed.items():
-            if name in searches and rate is not None:
+            if rate is not None:
                 searches[name].failed_at = rate
         problems = set(measured.problems)
         if self.interrupted:
@@ -337,8 +316,11 @@ class Findings:
             problems.update(few)  # There is no result.
         notes += not_known(searches)
         entry = entry_of(measured.workload, slo, searches, [*sorted(problems), *self.compared.problems], notes)
-        entry |= {"step_times": measured.learned, "interrupted": self.interrupted, "differences": self.compared.looks}
-        return entry | {"bounded": {name: dataclasses.asdict(trial) for name, trial in self.bounded.items()}}
+        return entry | {
+            "step_times": measured.learned,
+            "interrupted": self.interrupted,
+            "differences": self.compared.looks,
+        }
 
 
 def measure(
@@ -481,8 +463,6 @@ def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
         ]
 
     slo = Slo(**entry["slo"])
-    points = sorted((t["requests_per_s"], 1e3 * t["itl_mean_s"]) for t in entry.get("bounded", {}).values())
-    curve = [Line(f"off by {BOUND_OPTION}", COLORS["off"], points, dashed=True)] if points else []
     return {
         "goodput": Chart(
             f"({entry['key']}) requests/s within {slo}",
@@ -494,7 +474,7 @@ def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
             f"({entry['key']}) ITL and requests/s",
             "requests answered per second",
             "ITL mean, ms",
-            [*lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s), *curve],
+            lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s),
             mark=(1e3 * slo.itl_s, "promised"),
         ),
     }
@@ -515,7 +495,6 @@ def markdown(document: Mapping[str, Any]) -> str:
             lines += [f"**{name}**", ""]
             lines += [f"- {t['rate']:.3g}/s: {told(Trial(**t))}" for t in sorted(trials, key=lambda t: t["rate"])]
             lines.append("")
-        lines += [f"- {name}, {t['rate']:.3g}/s: {told(Trial(**t))}" for name, t in entry.get("bounded", {}).items()]
         for name, states in entry.get("step_times", {}).items():
             lines += [f"- {name} has learned: {json.dumps(state)}" for state in states]
         lines += [f"- Note: {note}" for note in entry.get("notes", ())]

@@ -13,7 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sglang_pd_radix.tools.chat_least import kept_of_answer
+
+def kept_of_answer(answer: int, overlapped: bool) -> int:
+    """Of how many tokens of an answer decode has the KV when it has ended.
+
+    The last token is never fed back, unless the worker overlaps its steps: then the next one has been launched before
+    the answer is seen to have ended. An answer of one token, which prefill makes, takes no step.
+    """
+    return answer if overlapped and answer > 1 else answer - 1
 
 
 class PageIndex:

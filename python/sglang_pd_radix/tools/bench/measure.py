@@ -312,7 +312,6 @@ def run_once(
     finally:
         samples = watch.stop()
     asked, rounds = course.asked, course.rounds
-    told_apart = rounds_of_stream(asked, list(map(len, workload.rounds))) if workload.stream else rounds
     figures = figures_of(asked, rounds, samples, course.index, deployment.used_peak(variant), steady.asked)
     figures["least_pages_with_warm_up"] = figures["least_pages"] + course.warm_pages
     figures |= steady.figures() | (figures_of_turns(course.answered) if workload.chat else {})
@@ -320,7 +319,7 @@ def run_once(
         variant.name,
         number,
         figures,
-        told_apart,
+        rounds,
         _series_of(samples, min(a.start_s for a in asked), course.first["sent_bytes"]),
         first_tokens(asked),
         quantiles([gap for a in asked for gap in a.itl_s], 200),
@@ -389,22 +388,6 @@ def _series_of(samples: Sequence[Sample], began_s: float, sent_before: float) ->
     ]
 
 
-def rounds_of_stream(asked: Sequence[Asked], sizes: Sequence[int]) -> list[dict[str, float]]:
-    """What the clients saw of rounds of ``sizes`` requests that followed each other without a pause.
-
-    A round lasts (seconds) from the moment when as many answers were complete as the rounds before it have requests to
-    that when its own number of further ones was. What workers count is not told apart.
-    """
-    ends = sorted(a.start_s + a.latency_s for a in asked)
-    found, first, began = [], 0, min(a.start_s for a in asked)
-    for size in sizes:
-        ended = ends[first + size - 1]
-        ttft = percentile(first_tokens(asked[first : first + size]), 50)
-        found.append({"requests": size, "duration_s": ended - began, "ttft_p50_s": ttft})
-        first, began = first + size, ended
-    return found
-
-
 def _ask(
     load: LoadGenerator,
     url: str,
@@ -455,7 +438,6 @@ def figures_of(
     def total(name: str) -> float:
         return sum(r[name] for r in rounds)
 
-    held, least_held = resident(everything, samples, index)
     least_peak = peak_to_hold(everything, index)
     return {
         "duration_s": duration,
@@ -480,27 +462,10 @@ def figures_of(
         "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
         "running_max": max((s.running for s in samples), default=0),
         "used_tokens_max": max((s.used_tokens for s in samples), default=0),
-        "held_over_least": held / least_held if least_held else float("nan"),
         "used_peak": used_peak,
         "least_peak": least_peak,
         "peak_over_least": used_peak / least_peak,
     }
-
-
-def resident(asked: Sequence[Asked], samples: Sequence[Sample], index: PageIndex) -> tuple[float, float]:
-    """Tokens that requests held on decode, and the fewest that could do, each summed over the samples.
-
-    Only moments count at which an answer was under way. The fewest: `fewest_tokens` of the requests that had their
-    first token and not yet their last, by the clients' clock.
-    """
-    fewest_at = fewest_tokens(asked, index, [a.start_s + a.ttft_s for a in asked])
-    held = fewest = 0.0
-    for sample in samples:
-        least = fewest_at(sample.at_s)
-        if least:
-            held += sample.used_tokens
-            fewest += least
-    return held, fewest
 
 
 def peak_to_hold(asked: Sequence[Asked], index: PageIndex) -> int:

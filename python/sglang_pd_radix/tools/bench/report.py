@@ -1,4 +1,4 @@
-"""The report: one document for machines (JSON) and what is made of it for people (Markdown, HTML, pictures)."""
+"""The report: one document for machines (JSON) and what is made of it for people (Markdown, pictures)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import breakdown, chats, order, parted
-from .chart import Bars, Chart, Line, script
+from . import breakdown, chats, parted
+from .chart import Bars, Chart, Line
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
 
@@ -50,7 +49,6 @@ FIGURES = (
     Figure("tpot_p99_s", "TPOT p99, ms", 1e-3, 1),
     Figure("sent_bytes", "KV sent, MiB", 2**20, 1),
     Figure("sent_over_least", "KV sent / least possible", digits=3),
-    Figure("held_over_least", "decode tokens held / least possible"),
     Figure("peak_over_least", "decode tokens held at most / least possible", digits=3),
     Figure("answering_mean", "requests being answered, mean", digits=1, good=""),
     Figure("running_max", "requests running on decode, most seen", digits=0, good=""),
@@ -255,68 +253,10 @@ def _with_worst(spread: Document) -> str:
     return median if high == median else f"{median} ({high})"
 
 
-def rounds_table(entry: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of a workload of several rounds: medians over the runs, the worst pair of runs in brackets."""
-    heading = ["round"]
-    rows = [[str(i + 1)] for i in range(len(entry["runs"][0]["rounds"]))]
-    shown: set[str] = set()
-
-    known = set(ROUND_FIGURES) & set(_figures_of_round(entry["runs"][0]["rounds"][0], entry["page_bytes"]))
-
-    def values(name: str, number: int, figure: Figure) -> list[float]:
-        rounds = [run["rounds"][number] for run in entry["runs"] if run["variant"] == name]
-        return [_figures_of_round(r, entry["page_bytes"])[figure.key] for r in rounds]
-
-    for pair in pairs(entry):
-        fresh = [name for name in (pair.below, pair.above) if name not in shown]
-        shown.update(fresh)
-        for figure in (f for f in FIGURES if f.key in known):
-            over_least = figure.key in OVER_LEAST
-            for name in fresh:
-                if over_least and name == pair.below:
-                    continue  # all of every prompt, whatever the round
-                heading.append(f"{figure.name}, {name}")
-                for i, row in enumerate(rows):
-                    row.append(number(Spread.of(values(name, i, figure)).median, figure))
-            if over_least:
-                continue
-            heading.append(f"{figure.name.partition(',')[0]}, {pair.title}")
-            for i, row in enumerate(rows):
-                spread = with_worst(figure, paired_ratio(values(pair.above, i, figure), values(pair.below, i, figure)))
-                more = f" ({spread['worst']:.3f})" if spread["runs"] > 1 else ""
-                row.append(f"{spread['median']:.3f}{more}" if spread["runs"] else "–")
-    return heading, rows
-
-
-# What a round is shown by.
-ROUND_FIGURES = ("requests_per_s", "ttft_p50_s", "sent_over_least")
-
-
-def _figures_of_round(record: Document, page_bytes: float) -> dict[str, float]:
-    figures = {"requests_per_s": record["requests"] / record["duration_s"], "ttft_p50_s": record["ttft_p50_s"]}
-    if "sent_bytes" in record:
-        least = record["least_pages"] * page_bytes
-        figures["sent_over_least"] = record["sent_bytes"] / least if least else math.nan
-    return figures
-
-
-def in_rounds(entry: Document) -> bool:
-    """Whether there are rounds to tell apart; a chat has a table of its turns."""
-    return len(entry["runs"][0]["rounds"]) > 1 and not entry["chat"]
-
-
 def identity(entry: Document) -> str:
     different = sum(run["different_answers"] for run in entry["runs"])
     asked = entry["requests"] * len(entry["runs"])
     return f"all {asked}" if not different else f"{asked - different} of {asked}"
-
-
-def order_of_sides(entries: Sequence[Document]) -> tuple[tuple[list[str], list[list[str]]] | None, str]:
-    """On / off by which was measured first: a table, and what it comes to over all workloads; None and "" where no
-    workload has both orders."""
-    first = [(pair.below, pair.above) for pair in (pairs(entry)[0] for entry in entries)]
-    names = {f.key: f.name.partition(",")[0] for f in FIGURES if f.key in order.FIGURES}
-    return order.table(entries, first, names), order.sentence(entries, first, names)
 
 
 def answers(entry: Document) -> list[str]:
@@ -384,26 +324,27 @@ def markdown(document: Document) -> str:
     runs = document["setting"]["runs"]
     parts.append(f"{_TURNS.format(runs)} {LEGEND}")
     parts.append(markdown_table(*headline(document)))
-    by_order, said = order_of_sides(document["workloads"])
-    if by_order:
-        parts += [markdown_table(*by_order), said]
     for entry in document["workloads"]:
         parts.append(f"## ({entry['key']}) {entry['title']}")
         parts.append(sizes_line(entry))
         parts.append(markdown_table(*table(entry)))
         if entry["chat"]:
             parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
-        if in_rounds(entry):
-            parts.append(markdown_table(*rounds_table(entry)))
         for title, heading, rows in breakdown.tables(entry):
             parts += [f"**{title}**", markdown_table(heading, rows)]
         parts += [*answers(entry), *breakdown.notes(entry)]
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
+        parts.append(" ".join(f"![{chart.title}]({_picture(entry, name)})" for name, chart in charts(entry).items()))
     return "\n\n".join(parts) + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- pictures
+
+
+def _picture(entry: Document, name: str) -> str:
+    """Where the chart of that name of a workload is, in the report's directory."""
+    return f"charts/{entry['key']}-{name}.svg"
 
 
 def _look(name: str, names: Sequence[str]) -> tuple[str, bool]:
@@ -468,90 +409,26 @@ def charts(entry: Document) -> dict[str, Chart]:
         def of(name: str, key: str) -> list[float]:
             return [Spread.of([run["rounds"][i][key] for run in runs[name]]).median for i in range(len(turns))]
 
-        page, prompts, fewest = entry["page_bytes"], of(on, "prompt_tokens"), of(on, "least_pages")
-        size = entry["page_size"]
         sent = [
             Bars("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
             Bars("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
-            Bars("least possible", COLORS["least"], [v * page / 2**20 for v in fewest]),
+            Bars("least possible", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
         ]
         found["turns"] = Chart("KV sent per turn", "turn", "MiB", groups=turns, bars=sent)
-        reused = [100 * r / p for r, p in zip(of(on, "reused_tokens"), prompts, strict=True)]
-        most = zip(fewest, prompts, of(on, "prompt_pages"), strict=True)
-        reuse = [
-            Bars("off", COLORS["off"], [0.0 for _ in turns]),
-            Bars("on", COLORS["on"], reused),
-            Bars("most possible", COLORS["least"], [100 * (pages - f) * size / p for f, p, pages in most]),
-        ]
-        found["reuse"] = Chart("Part of the prompt that decode reuses", "turn", "%", groups=turns, bars=reuse)
     return {name: chart for name, chart in found.items() if not chart.empty}
 
 
-# -------------------------------------------------------------------------------------------------------------- HTML
-
-_PAGE_STYLE = """
-:root{color-scheme:light dark;--line:#8884;--card:#8881}
-body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2rem auto;padding:0 1rem}
-h1{margin-bottom:.2em}h2{margin-top:2.5em;border-bottom:1px solid var(--line)}
-table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums;display:block;overflow-x:auto}
-th,td{padding:.25em .7em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}
-pre{background:var(--card);padding:.7em;overflow-x:auto}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(380px,1fr));gap:1em}
-.charts>div{background:var(--card);border-radius:6px;overflow:hidden}
-.bad{color:#dc2626;font-weight:600}.dim{opacity:.75}
-"""
-
-
-def _html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heading)
-    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def html(document: Document) -> str:
-    """The report as one HTML page that needs nothing else."""
-    setting = document["setting"]
-    parts = [
-        f"<p class=dim>{escape(describe(document))}</p>",
-        f"<pre>{escape(setting['command'])}</pre>",
-        "<p>The same requests with the decode prefix cache off and on, behind one prefill worker. "
-        f"{_TURNS.format(setting['runs'])} {LEGEND}</p>",
-        _html_table(*headline(document)),
-    ]
-    by_order, said = order_of_sides(document["workloads"])
-    if by_order:
-        parts += [_html_table(*by_order), f"<p>{escape(said)}</p>"]
-    for entry in document["workloads"]:
-        parts.append(f"<h2>({escape(entry['key'])}) {escape(entry['title'])}</h2>")
-        parts.append(f"<p class=dim>{escape(sizes_line(entry))}</p>")
-        parts += [f"<p class=bad>{escape(problem)}</p>" for problem in entry["problems"]]
-        parts.append(_html_table(*table(entry)))
-        if entry["chat"]:
-            parts += [_html_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
-        if in_rounds(entry):
-            parts.append(_html_table(*rounds_table(entry)))
-        for title, heading, rows in breakdown.tables(entry):
-            parts += [f"<h3>{escape(title)}</h3>", _html_table(heading, rows)]
-        parts += [f"<p>{escape(text)}</p>" for text in (*answers(entry), *breakdown.notes(entry))]
-        parts += [f"<p>{escape(note)}</p>" for note in entry["notes"]]
-        parts.append(f"<div class=charts>{''.join(chart.interactive() for chart in charts(entry).values())}</div>")
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>pd-radix bench</title><style>{_PAGE_STYLE}</style>{script()}"
-        f"<h1>pd-radix bench</h1>{''.join(parts)}</html>\n"
-    )
+# ------------------------------------------------------------------------------------------------------------- files
 
 
 def write(document: Document, out: Path) -> list[Path]:
-    """Write report.json, report.md, report.html and the pictures into ``out``. Returns their paths."""
+    """Write report.json, report.md and the pictures into ``out``. Returns their paths."""
     files = {
         "report.json": as_json(document),
         "report.md": markdown(document),
-        "report.html": html(document),
     }
     for entry in document["workloads"]:
-        files |= {f"charts/{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
+        files |= {_picture(entry, name): chart.picture() for name, chart in charts(entry).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -53,8 +53,8 @@ def freeze(url: str) -> str:
     """Have no garbage collection of the worker at ``url`` look through what it has loaded, if it does that.
 
     Each of its processes has half a million objects by then. To look through all of them again takes a third of a
-    second every minute or two, in which the process does nothing else (docs/deploy.md, "Pauses"). Returns why they do
-    it all the same; "" if they do not.
+    second every minute or two, in which the process does nothing else (docs/deploy.md, "Production checklist"). Returns
+    why they do it all the same; "" if they do not.
     """
     status, _ = http(url + "/freeze_gc", {}, timeout=10)
     if status == 200:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..chat_run import DRAFT_TOKENS
 from .asking import Run, Truth, ask_alone, ask_together
 from .judging import Found, Judge, Verdict, findings, judge_reuse, same_answers
 from .kv_record import Records
 from .script import Script, Wave
+
+# What a step drafts where its worker does not say.
+DRAFT_TOKENS = 4
 
 
 @dataclass

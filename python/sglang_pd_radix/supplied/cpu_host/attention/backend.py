@@ -21,8 +21,8 @@ from . import extend, shares_prefixes
 from .kernel import Plan, Workspace, decode_attention
 from .plan import Layout
 
-#: On one thread, where a byte is gathered and then read again. Fitted by ``benchmark/decode_attention.py --fit`` to its
-#: times; two threads change all of it alike.
+#: On one thread, where a byte is gathered and then read again, by least squares over its times
+#: (``docs/decisions/shared-prefixes-on-cpu-hosts.md``); two threads change all of it alike.
 COSTS = Costs(byte=0.16, product=0.034, score=2.4, piece=20_000, query=30)
 
 #: Steps whose requests have prefixes of their own lengths.

@@ -1,14 +1,12 @@
-"""What the documentation publishes: compact records of runs, and the tables that are made of them and of nothing else.
+"""What the documentation publishes: the tables that are made of the records in ``benchmark/runs``, and of nothing else.
 
-A record is what is left of a report when what takes room is left out: of each run its figures, the side, and when it
-had its turn. `pd-radix bench` writes one beside its report; those that README cites lie in ``benchmark/runs``.
+`pd-radix bench` writes a record beside its report, `bench.record`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,60 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.tools.bench import parted, report
+from sglang_pd_radix.tools.bench.record import Record
 
-from . import parted, report
-
-Record = dict[str, Any]
 Records = Mapping[str, Record]
-#: Of a run's figures beside those of the report's tables.
-MORE_FIGURES = ("prompt_tokens", "reused_tokens", "least_bytes", "duration_s")
-DIGITS = 6
-
-
-def compact(document: report.Document) -> Record:
-    """The record of a report."""
-    keys = (*(figure.key for figure in (*report.FIGURES, *report.MORE_FIGURES)), *MORE_FIGURES)
-    workloads = []
-    for entry in document["workloads"]:
-        kept = {k: entry[k] for k in ("key", "title", "sizes", "requests", "page_size", "variants", "sides")}
-        runs = [
-            {k: run[k] for k in ("variant", "number", "turn", "different_answers", "answers_sha256")}
-            | {"figures": {k: _short(run["figures"][k]) for k in keys if k in run["figures"]}}
-            for run in entry["runs"]
-        ]
-        # One more than were looked at says that there are others.
-        looks = entry["differences"]
-        looks = looks[: len(looks) - len(parted.left_out(looks)[1:])]
-        workloads.append({**kept, "differences": looks, "runs": runs})
-    setting = dict(document["setting"])
-    return {"setting": setting | {"command": _without_out(setting["command"])}, "workloads": workloads}
-
-
-# What says where a report is written.
-_OUT = ("--work-dir", "--out")
-
-
-def _without_out(command: str) -> str:
-    """The command without where it wrote its report."""
-    words = iter(shlex.split(command))
-    # An assignment of either of its names is one word, else the next is its value.
-    kept = [word for word in words if word.partition("=")[0] not in _OUT or ("=" not in word and not next(words, ""))]
-    return shlex.join(kept)
-
-
-def write(document: report.Document, out: Path) -> Path:
-    """Write the record of a report beside it. Returns its path."""
-    path = out / "record.json"
-    try:
-        path.write_text(as_text(compact(document)), encoding="utf-8")
-    except OSError as error:
-        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
-
-
-def _short(value: float) -> float | None:
-    """To `DIGITS` significant digits; what is no number is null."""
-    return None if math.isnan(value) else float(f"{value:.{DIGITS}g}")
 
 
 def demo_record(document: Mapping[str, Any], command: str) -> Record:
@@ -78,23 +26,6 @@ def demo_record(document: Mapping[str, Any], command: str) -> Record:
     sent = {name: run["totals"]["sent_bytes"] for name, run in document["runs"].items()}
     setting = {k: v for k, v in document["setting"].items() if k not in ("engine_options", "seconds")}
     return {"setting": {"command": command, **setting}, **{k: document[k] for k in kept}, "sent_bytes": sent}
-
-
-def as_text(record: Record) -> str:
-    """JSON with a line for each run."""
-    lines: list[str] = []
-
-    def kept(run: Record) -> str:
-        lines.append(json.dumps(run, ensure_ascii=False))
-        return f"run {len(lines) - 1}"
-
-    folded = dict(record)
-    if "workloads" in record:
-        folded["workloads"] = [{**e, "runs": [kept(run) for run in e["runs"]]} for e in record["workloads"]]
-    text = json.dumps(folded, indent=1, ensure_ascii=False)
-    for i, line in enumerate(lines):
-        text = text.replace(f'"run {i}"', line, 1)
-    return text + "\n"
 
 
 def load(directory: Path) -> dict[str, Record]:
@@ -353,10 +284,9 @@ def _ratio(value: float) -> str:
 
 def docs(records: Records) -> str:
     """Every pair of the runs behind the tables, for benchmark/runs."""
-    parts, entries = [], []
+    parts = []
     for name, key in dict.fromkeys((row.record, row.key) for row in (*ROWS, *MORE_ROWS)):
         entry, setting = _entry(records, name, key), records[name]["setting"]
-        entries.append(entry)
         parts.append(f"**{name}** ({setting['date']}, {setting['machine']}; {entry['title']})")
         parts.append(f"    {setting['command']}")
         parts += [runs_table(entry, side) for side in entry["variants"][1:]]
@@ -364,9 +294,6 @@ def docs(records: Records) -> str:
             parts.append(records[name]["source"])
         else:
             parts.append("\n".join(f"* {text}" for text in report.answers(entry)))
-    by_order, said = report.order_of_sides(entries)
-    if by_order:
-        parts += ["**Which side was measured first**", report.markdown_table(*by_order), said]
     return "\n\n".join(parts)
 
 
