@@ -68,7 +68,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --explicit-package-bases python/sglang
+	$(BIN)/mypy --explicit-package-bases python/sglang $(wildcard python/extras/*/sglang)
 
 # The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
 # all of them hold is more than the 20,000 descriptors that some hosts allow. All at once: half of their time they wait.
@@ -83,7 +83,7 @@ else
 	shown() { { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) 2>&1; echo $$? >build/tests-status; } | tee build/tests-$$1.log; \
 		ended "$$(cat build/tests-status)"; }; \
 	quiet() { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) >build/tests-$$1.log 2>&1 & pids="$$pids $$!"; }; \
-	pids=; quiet a-f 'test/srt/unit/test_[a-f]*.py'; quiet g-r 'test/srt/unit/test_[g-r]*.py'; \
+	pids=; quiet a-f 'test/srt/unit/test_[a-f]*.py'; quiet g-r 'test/srt/unit/test_[g-r]*.py python/extras'; \
 	trap 'kill $$pids 2>/dev/null; exit 130' INT TERM; \
 	shown s-z 'test/srt/unit/test_[s-z]*.py'; \
 	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; cat build/tests-a-f.log build/tests-g-r.log; \

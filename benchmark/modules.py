@@ -1,4 +1,5 @@
-"""Who imports whom among the modules of the patch set, by floors: a module stands above all that it imports.
+"""Who imports whom among the modules of the patch set, by floors: a module stands above all that it imports. An extra
+counts as one.
 
     python benchmark/modules.py            # writes docs/report/modules.svg and the list in docs/architecture.md
     python benchmark/modules.py --check    # only says whether they are what the code says
@@ -13,11 +14,11 @@ import argparse
 import ast
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from sglang_pd_radix.patching import syntax
+from sglang_pd_radix.patching import loader, syntax
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ROOT / "python" / "sglang" / "srt"
@@ -32,15 +33,33 @@ class Circle(Exception):
     """Modules that import each other, in the order of the imports."""
 
 
-def imports(code: Path = CODE) -> dict[str, frozenset[str]]:
-    """What each module imports of the others, both by their paths below ``code`` without ``.py``."""
-    paths = {_name(path, code): path for path in sorted(code.rglob("*.py"))}
-    found = {}
-    for name, path in paths.items():
+def of_checkout() -> dict[str, frozenset[str]]:
+    """What each module and each extra of this checkout imports of the others."""
+    engine, python = loader.engine_root(), CODE.parents[1]
+    assert engine is not None
+    files = loader.patch_files(engine, loader.patch_roots(loader.known_extras(python), python))
+    return imports(CODE, (file for file in files if file.root != python))
+
+
+def imports(code: Path, extras: Iterable[loader.PatchFile] = ()) -> dict[str, frozenset[str]]:
+    """What each module imports of the others, both by their paths below ``code`` without ``.py``.
+
+    ``extras`` are the files of extras; one of these is to the others ``extras/NAME``.
+    """
+    means: dict[str, str] = {}
+    named: dict[str, set[str]] = {}
+    files = [(path, _name(path, code), "") for path in sorted(code.rglob("*.py"))]
+    of_extras = [(file.path, file.root, not file.overlay) for file in extras]
+    files += [(path, _name(path, root / "sglang" / "srt"), f"extras/{root.name}") for path, root, _ in of_extras]
+    # Who imports what an extra lays over the engine's imports the engine's.
+    engines = {path for path, _, new in of_extras if not new}
+    for path, name, extra in files:
+        if path not in engines:
+            means[name] = extra or name
         package = "/".join(name.split("/")[: None if path.name == "__init__.py" else -1])
-        named = set(_named(syntax.parse(path.read_text(encoding="utf-8"), path), package))
-        found[name] = frozenset(other for other in paths if other in named and other != name)
-    return found
+        tree = syntax.parse(path.read_text(encoding="utf-8"), path)
+        named.setdefault(extra or name, set()).update(_named(tree, package))
+    return {name: frozenset(means[it] for it in of if it in means) - {name} for name, of in named.items()}
 
 
 def _name(path: Path, code: Path) -> str:
@@ -120,6 +139,7 @@ _COLUMNS = {
     "disaggregation/mooncake": "#d5a6bd",
     "mem_cache": "#fff2cc",
     "layers": "#f9cb9c",
+    "extras": "#ead1dc",
     "": "#eeeeee",
 }
 _WIDTH, _HEIGHT, _GAP, _LEFT, _TOP = 196, 20, 10, 40, 40
@@ -190,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     args = parser.parse_args()
-    graph = imports()
+    graph = of_checkout()
     try:
         made = {PICTURE: as_svg(graph), PAGE: with_list(PAGE.read_text(encoding="utf-8"), graph)}
     except (Circle, ValueError) as error:

@@ -11,7 +11,6 @@ import logging
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.shared_prefix import option as shared_attention
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
@@ -24,8 +23,6 @@ __all__ = ["ServerArgs"]
 
 # How often a request may be overtaken before it goes first.
 DEFAULT_MAX_OVERTAKEN = 32
-# The load balance method that is added to the engine's.
-LONGEST_PREFIX = "longest_prefix"
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
 DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
@@ -154,11 +151,6 @@ class ServerArgs(engine.ServerArgs):
             default=argparse.SUPPRESS,
             help=f"The same as {FLAG}.",
         )
-        for action in parser._actions:
-            if action.dest == "load_balance_method":
-                action.choices = [*(action.choices or ()), LONGEST_PREFIX]
-                action.help = f"{action.help} {LONGEST_PREFIX}, on a decode worker with a radix cache: the rank that "
-                action.help += "holds most of the prompt, unless it is so full that sending the KV again costs less."
         parser.add_argument(
             "--disaggregation-decode-admission",
             choices=("prefix", "fcfs"),
@@ -214,15 +206,6 @@ class ServerArgs(engine.ServerArgs):
         """
         if not self.disaggregation_decode_enable_radix_cache:
             super()._resolve_storage_layout_compatibility()
-
-    def _handle_load_balance_method(self) -> None:
-        """Adds the check of the method that is not the engine's."""
-        super()._handle_load_balance_method()
-        if self.load_balance_method == LONGEST_PREFIX and not self.disaggregation_decode_enable_radix_cache:
-            raise ValueError(
-                f"--load-balance-method {LONGEST_PREFIX} is for decode workers with {FLAG}, which this one has not. "
-                "Add it, or use round_robin."
-            )
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
@@ -297,15 +280,13 @@ class ServerArgs(engine.ServerArgs):
             self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
-        """Checks pages, shared decode attention, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all
-        defaults settled.
+        """Checks pages, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all defaults settled.
 
         Checks that the cache is still on.
         """
         if self.page_size < 1:
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
-        shared_attention.check(self)
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
             from sglang.srt.managers import drain, gateway_notice

@@ -4,6 +4,10 @@ A patch file is found by its path alone: ``sglang/srt/disaggregation/decode.py``
 engine module ``sglang.srt.disaggregation.decode``. When the engine has such a module, the file is an *overlay*: it runs
 after the engine's own code, in a namespace of its own, and the names in its ``__all__`` go into the module. When the
 engine has none, the file is a *new module*, found through the ``__path__`` of the engine's package.
+
+An *extra* is a folder ``extras/NAME`` there with such a tree of its own. Overlays of one module run one after another,
+the core's first and then those of the extras in the order of ``extras/ORDER``; each sees the module as the one before
+has left it. No two new modules have one name: an extra changes modules of the engine, and none of the core.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -24,11 +28,13 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from sglang_pd_radix.environment import patches_engine
-from sglang_pd_radix.errors import PatchError
+from sglang_pd_radix.errors import PatchError, PdRadixError
 
 ENGINE_VERSION = "0.5.10.post1"
 BUILT_IN_SINCE = (0, 5, 11)
 WAY_OUT = "Set SGLANG_PD_RADIX=0 to run the engine without the patch set."
+#: Which extras run: their names, with commas between, or "none". Empty or not set: all that are there.
+EXTRAS = "SGLANG_PD_RADIX_EXTRAS"
 # Set once the reason for staying inert has been told, so that the engine's child processes do not repeat it.
 _TOLD = "SGLANG_PD_RADIX_TOLD"
 
@@ -38,24 +44,29 @@ class _State:
     active: bool = False
     reason: str = "the engine has not been imported in this process"
     engine_root: Path | None = None
+    extras: list[str] = field(default_factory=list)
 
 
 _state = _State()
-_applied: dict[str, Path] = {}
+_applied: set[str] = set()
+# Of the overlays that have run.
+_namespaces: list[dict[str, Any]] = []
 _failed: dict[str, PatchError] = {}
 
 
 @dataclass(frozen=True)
 class PatchFile:
-    """One file of the patch set: its dotted module name, its path, and whether the engine has a module of that name."""
+    """One file of the patch set: its dotted module name, its path, whether the engine has a module of that name, and
+    below which of the `patch_roots` it is."""
 
     module: str
     path: Path
     overlay: bool
+    root: Path
 
 
 class EngineView(ModuleType):
-    """The engine's module as it was before the overlay; what the overlay did not touch is read from the live module.
+    """The module as it was before the overlay; what the overlay did not touch is read from the live module.
 
     An overlay imports the module it changes (``from sglang.srt.x import decode as engine``). Once its names are in that
     module, ``engine.f`` inside a function of the overlay would be the overlay's own ``f`` and call itself for ever.
@@ -84,6 +95,36 @@ def patch_root() -> Path:
     return carried if carried.is_dir() else package.parent
 
 
+def known_extras(root: Path | None = None) -> list[str]:
+    """The extras that are there, in the order in which they are laid over the core.
+
+    ``root`` is the directory that holds the patch tree (default: `patch_root`).
+    """
+    folder = (root or patch_root()) / "extras"
+    order = folder / "ORDER"
+    names = order.read_text(encoding="utf-8").split() if order.is_file() else []
+    return [name for name in names if (folder / name).is_dir()]
+
+
+def extras() -> list[str]:
+    """Those of them that run. Raises PdRadixError where SGLANG_PD_RADIX_EXTRAS names one that is not there."""
+    known = known_extras()
+    given = [name.strip() for name in os.environ.get(EXTRAS, "").split(",") if name.strip()]
+    if given == ["none"]:
+        return []
+    for name in given:
+        if name not in known:
+            there = ", ".join(["none", *known])
+            raise PdRadixError(f"SGLANG_PD_RADIX_EXTRAS names {name!r}, and there is no such extra. It takes: {there}.")
+    return [name for name in known if name in given or not given]
+
+
+def patch_roots(names: Sequence[str], root: Path | None = None) -> list[Path]:
+    """The directories that hold a patch tree: ``root`` (default: `patch_root`), and those of the extras ``names``."""
+    root = root or patch_root()
+    return [root, *(root / "extras" / name for name in names)]
+
+
 def active() -> bool:
     """Whether the patch set is applied to the engine in this process."""
     return _state.active
@@ -91,13 +132,14 @@ def active() -> bool:
 
 def status() -> dict[str, Any]:
     """What the loader did in this process: ``active``, ``reason``, ``engine``, ``modules`` (dotted names patched so
-    far), ``patch_root``."""
+    far), ``patch_root``, ``extras``."""
     return {
         "active": _state.active,
         "reason": _state.reason,
         "engine": str(_state.engine_root) if _state.engine_root else None,
         "modules": sorted(_applied),
         "patch_root": str(patch_root()),
+        "extras": _state.extras,
     }
 
 
@@ -149,14 +191,15 @@ def _of_another_installation(root: Path) -> str | None:
     return f"the engine that runs is in {root}, and its version is unknown: {installed}"
 
 
-def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
-    """Every file of the patch tree, in the order of its path.
+def patch_files(engine: Path, roots: Sequence[Path]) -> Iterator[PatchFile]:
+    """Every file of the patch trees below ``roots``, tree by tree in the order of its path.
 
     ``engine`` is the engine's package directory and is only looked at, never imported. Raises PatchError for a file
-    that would hide a package of the engine, and for a folder that cannot be read.
+    that would hide a package of the engine, for a second new module of one name, and for a folder that cannot be read.
     """
-    root = root or patch_root()
-    for path in _python_files(root / "sglang"):
+    new: dict[str, Path] = {}
+    paths = [(path, root) for root in roots for path in _python_files(root / "sglang")]
+    for path, root in paths:
         relative = path.relative_to(root / "sglang")
         target = engine / relative
         parts = ("sglang", *relative.with_suffix("").parts)
@@ -167,7 +210,10 @@ def patch_files(engine: Path, root: Path | None = None) -> Iterator[PatchFile]:
             hidden = target.with_suffix("").is_dir()
         if hidden:
             raise PatchError(f"patch file {path} would hide the engine's package {'.'.join(parts)}. {WAY_OUT}")
-        yield PatchFile(".".join(parts), path, target.is_file())
+        file = PatchFile(".".join(parts), path, target.is_file(), root)
+        if not file.overlay and (first := new.setdefault(file.module, path)) != path:
+            raise PatchError(f"patch files {first} and {path} are the same new module, {file.module}. {WAY_OUT}")
+        yield file
 
 
 def _python_files(folder: Path) -> list[Path]:
@@ -190,8 +236,8 @@ def activate(engine: ModuleType) -> None:
     """Prepare everything before the code of ``engine`` (the top-level package ``sglang``) runs.
 
     Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing. Raises
-    PdRadixError where SGLANG_PD_RADIX says neither yes nor no, and PatchError for a folder that cannot be read; whoever
-    imports the engine again then meets the same.
+    PdRadixError where SGLANG_PD_RADIX says neither yes nor no or SGLANG_PD_RADIX_EXTRAS names what is no extra, and
+    PatchError for a folder that cannot be read; whoever imports the engine again then meets the same.
     """
     reason = inert_reason(engine_version())
     if reason is None and engine.__file__ is not None:
@@ -205,6 +251,7 @@ def activate(engine: ModuleType) -> None:
     if engine.__file__ is None:
         return
     patches_engine()
+    _state.extras = extras()
     from sglang_pd_radix.supplied import cpu_host, torch_layers
 
     cpu_host.install()
@@ -220,34 +267,38 @@ def _register(root: Path) -> None:
     import wrapt
 
     # All is read before the first hook is registered: after a failure nothing is half done.
-    files, packages = list(patch_files(root)), _packages()
+    files, packages = list(patch_files(root, patch_roots(_state.extras))), _packages()
     for file in files:
         if file.overlay:
             wrapt.register_post_import_hook(partial(_overlay, path=file.path), file.module)
-    for name in packages:
+    for name, folders in packages.items():
         # Namespace packages follow their parent's __path__ by themselves.
-        if (root.joinpath(*name.split(".")[1:]) / "__init__.py").is_file():
+        if any((folder / "__init__.py").is_file() for folder in (root.joinpath(*name.split(".")[1:]), *folders)):
             wrapt.register_post_import_hook(lambda module: _extend_packages(), name)
 
 
 @cache
-def _packages() -> list[str]:
-    root = patch_root()
-    folders = {path.parent for path in _python_files(root / "sglang")}
-    folders |= {parent for folder in folders for parent in folder.parents if root in parent.parents}
-    return sorted(".".join(folder.relative_to(root).parts) for folder in folders)
+def _packages() -> dict[str, list[Path]]:
+    """The packages that we have folders of, and these, in the order of the roots."""
+    found: dict[str, list[Path]] = {}
+    for root in patch_roots(_state.extras):
+        folders = {path.parent for path in _python_files(root / "sglang")}
+        folders |= {parent for folder in folders for parent in folder.parents if root in parent.parents}
+        for folder in sorted(folders):
+            found.setdefault(".".join(folder.relative_to(root).parts), []).append(folder)
+    return found
 
 
 def _extend_packages() -> None:
-    """Append our folder to the ``__path__`` of every engine package in memory that has one, so new modules are found.
+    """Append our folders to the ``__path__`` of every package in memory that has some, so new modules are found.
 
     Appended, and therefore searched after the engine's own folder.
     """
-    for name in ["sglang", *_packages()]:
+    for name, folders in _packages().items():
         package = sys.modules.get(name)
-        folder = str(patch_root().joinpath(*name.split(".")))
-        if package is not None and folder not in list(package.__path__):
-            package.__path__.append(folder)
+        for folder in map(str, folders if package is not None else ()):
+            if folder not in list(package.__path__):  # type: ignore[union-attr]
+                package.__path__.append(folder)  # type: ignore[union-attr]
 
 
 def _overlay(module: ModuleType, path: Path) -> None:
@@ -275,23 +326,30 @@ def _overlay(module: ModuleType, path: Path) -> None:
     for key in names:
         setattr(module, key, namespace[key])
     _rebind(module, originals)
-    module.__pd_radix__ = {"file": str(path), "names": names, "originals": originals}  # type: ignore[attr-defined]
-    _applied[name] = path
+    _namespaces.append(namespace)
+    # The engine's originals, where an earlier overlay has changed the same.
+    before = vars(module).get("__pd_radix__", {"names": [], "originals": {}})
+    module.__pd_radix__ = {  # type: ignore[attr-defined]
+        "names": [*dict.fromkeys([*before["names"], *names])],
+        "originals": originals | before["originals"],
+    }
+    _applied.add(name)
 
 
 def _rebind(module: ModuleType, originals: dict[str, Any]) -> None:
-    """Give the new classes and functions to the engine modules that took the old ones while this module was still being
-    executed (a circular import) or before the loader came (a late start)."""
+    """Give the new classes and functions to who has taken the old ones: modules that did so while this one was still
+    being executed (a circular import) or before the loader came (a late start), and earlier overlays, this module's
+    own among them."""
     changed = {
         id(old): vars(module)[key]
         for key, old in originals.items()
         if callable(old) and getattr(old, "__module__", None) == module.__name__
     }
-    for name, other in list(sys.modules.items()):
-        if name.startswith("sglang.") and type(other) is ModuleType:
-            for key, value in list(vars(other).items()):
-                if id(value) in changed:
-                    setattr(other, key, changed[id(value)])
+    modules = [other for name, other in list(sys.modules.items()) if name.startswith("sglang.")]
+    for names in [*(vars(other) for other in modules if type(other) is ModuleType), *_namespaces]:
+        for key, value in list(names.items()):
+            if id(value) in changed:
+                names[key] = changed[id(value)]
 
 
 def _exported(namespace: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Replacement:
-    """One thing the patch set changes or adds.
+    """One thing the patch set changes or adds. ``file`` begins with ``extras/NAME`` where that is of an extra.
 
     ``kind`` is ``extends`` (a subclass takes the class's name), ``wraps`` (calls what it replaces), ``replaces`` (does
     not) or ``adds``. ``why`` is the first paragraph of the docstring, ``upstream`` its ``Upstream:`` line, inherited
@@ -42,6 +42,12 @@ class Replacement:
     why: str
     upstream: str
     pin: str | None = None
+
+    @property
+    def extra(self) -> str:
+        """The extra that it is of; "" for the core."""
+        top, _, rest = self.file.partition("/")
+        return rest.partition("/")[0] if top == "extras" else ""
 
     @property
     def undocumented(self) -> bool:
@@ -66,16 +72,17 @@ class Drift:
 
 
 class _Source:
-    """The syntax trees below one directory that holds ``sglang/``, by dotted module name."""
+    """The syntax trees of a package ``sglang``, by dotted module name; what one folder has not, the next may have."""
 
-    def __init__(self, package: Path) -> None:
-        self.package = package
+    def __init__(self, *folders: Path) -> None:
+        self.folders = folders
         self._modules: dict[str, _Module | None] = {}
 
     def module(self, name: str) -> _Module | None:
         if name not in self._modules:
-            stem = self.package.joinpath(*name.split(".")[1:])
-            found = [path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
+            stems = [folder.joinpath(*name.split(".")[1:]) for folder in self.folders]
+            paths = [path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py")]
+            found = [path for path in paths if path.is_file()]
             known = name.split(".")[0] == "sglang" and found
             self._modules[name] = _Module(name, found[0], self) if known else None
         return self._modules[name]
@@ -206,28 +213,42 @@ def replacements(engine: Path | None = None, root: Path | None = None) -> list[R
     return [row for row, _ in _scan(engine, root)]
 
 
-def pins(engine: Path | None = None, root: Path | None = None) -> dict[str, str]:
-    """The pin of every replaced piece of the engine as it is installed: name -> sha256 of its source text."""
-    return {row.pin: _digest(text) for row, text in _scan(engine, root) if row.pin and text is not None}
+def pins(engine: Path | None = None, root: Path | None = None, path: Path = PINS) -> dict[Path, dict[str, str]]:
+    """The pin of every replaced piece of the engine as it is installed: name -> sha256 of its source text.
+
+    By the file that records it: ``path`` for the core, and one in the folder of each extra.
+    """
+    return _pins(_scan(engine, root), root, path)
+
+
+def _pins(rows: list[tuple[Replacement, str | None]], root: Path | None, path: Path) -> dict[Path, dict[str, str]]:
+    found: dict[Path, dict[str, str]] = {path: {}}
+    for row, text in rows:
+        if row.pin and text is not None:
+            file = loader.patch_roots([row.extra], root)[1] / PINS.name if row.extra else path
+            found.setdefault(file, {})[row.pin] = _digest(text)
+    return found
 
 
 def check_pins(engine: Path | None = None, root: Path | None = None, path: Path = PINS) -> list[Drift]:
     """Every pin that does not hold for the installed engine; an empty list when the engine is what was patched."""
-    recorded: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     rows = _scan(engine, root)
-    current = {row.pin: _digest(text) for row, text in rows if row.pin and text is not None}
     added = {f"{row.module}:{row.name}" for row, _ in rows if row.kind == "adds"}
-    drift = [Drift(pin, "missing") for pin in current if pin not in recorded]
-    drift += [Drift(pin, "changed") for pin, digest in current.items() if recorded.get(pin, digest) != digest]
-    drift += [Drift(pin, "gone" if pin in added else "stale") for pin in recorded if pin not in current]
-    return sorted(drift, key=lambda item: item.pin)
+    drift: set[Drift] = set()
+    for file, current in _pins(rows, root, path).items():
+        recorded: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        drift |= {Drift(pin, "missing") for pin in current if pin not in recorded}
+        drift |= {Drift(pin, "changed") for pin, digest in current.items() if recorded.get(pin, digest) != digest}
+        drift |= {Drift(pin, "gone" if pin in added else "stale") for pin in recorded if pin not in current}
+    return sorted(drift, key=lambda item: (item.pin, item.problem))
 
 
 def write_pins(engine: Path | None = None, root: Path | None = None, path: Path = PINS) -> int:
     """Pin the installed engine as what the patch set was written against; returns the number of pins."""
-    found = pins(engine, root)
-    path.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return len(found)
+    found = pins(engine, root, path)
+    for file, of_file in found.items():
+        file.write_text(json.dumps(of_file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return sum(map(len, found.values()))
 
 
 def as_dicts(rows: list[Replacement]) -> list[dict[str, object]]:
@@ -298,10 +319,11 @@ def _scan(engine: Path | None, root: Path | None) -> list[tuple[Replacement, str
     if engine is None:
         raise PdRadixError(f"the engine is not installed: pip install sglang=={loader.ENGINE_VERSION}")
     root = root or loader.patch_root()
-    ours, theirs = _Source(root / "sglang"), _Source(engine)
+    roots, theirs = loader.patch_roots(loader.known_extras(root), root), _Source(engine)
+    ours = {place: _Source(place / "sglang", root / "sglang") for place in roots}
     rows: list[tuple[Replacement, str | None]] = []
-    for file in loader.patch_files(engine, root):
-        patch = ours.module(file.module)
+    for file in loader.patch_files(engine, roots):
+        patch = ours[file.root].module(file.module)
         assert patch is not None
         rows += _scan_file(patch, theirs.module(file.module) if file.overlay else None, root)
     return rows

@@ -176,7 +176,7 @@ def _patches(args: argparse.Namespace) -> int:
         version = loader.engine_version()
         if version != loader.ENGINE_VERSION:
             raise PdRadixError(f"pins are taken from sglang {loader.ENGINE_VERSION}, and {version} is installed")
-        print(f"{registry.write_pins()} pins written to {registry.PINS}")
+        print(f"{registry.write_pins()} pins written to {registry.PINS}, and to the {registry.PINS.name} of each extra")
         return 0
     rows = registry.replacements()
     if args.json:

@@ -154,6 +154,7 @@ def diagnose(timeout: float = TIMEOUT, show: Display | None = None) -> list[Chec
         _python(),
         _engine(),
         _of("loader", _loader, answers["loader"]),
+        _extras(),
         _drift(),
         _of("device", _device, answers["cuda"]),
         _of("nixl", _nixl, answers["nixl"]),
@@ -256,6 +257,8 @@ def _loader(answer: dict[str, Any]) -> Check:
     try:
         if not patches_engine():
             return Check("loader", "warn", "switched off", f"unset {variable} to switch the patch set on")
+        variable = loader.EXTRAS
+        loader.extras()
         variable = torch_layers.SWITCH
         torch_layers.wanted()
     except (PdRadixError, ValueError) as error:
@@ -267,6 +270,24 @@ def _loader(answer: dict[str, Any]) -> Check:
     return Check(
         "loader", "fail", f"inactive: {reason}", "reinstall sglang-pd-radix beside the engine: its .pth file starts it"
     )
+
+
+def _extras() -> Check:
+    """What is laid over the engine, in which order."""
+    try:
+        selected, engine = loader.extras(), loader.engine_root()
+        roots = loader.patch_roots(selected)
+        files = list(loader.patch_files(engine, roots)) if engine else []
+    except PdRadixError as error:
+        return Check("extras", "fail", str(error), f"correct or unset {loader.EXTRAS}; else reinstall sglang-pd-radix")
+    parts = ["the core"]
+    for name, root in zip(selected, roots[1:], strict=True):
+        over = [file.module.removeprefix("sglang.srt.") for file in files if file.root == root and file.overlay]
+        own = len([file for file in files if file.root == root]) - len(over)
+        parts.append(f"{name} (changes {', '.join(over) or 'nothing'}; new modules: {own})")
+    left_out = [name for name in loader.known_extras() if name not in selected]
+    detail = ", then ".join(parts) + (f"; not selected: {', '.join(left_out)}" if left_out else "")
+    return Check("extras", "ok", detail)
 
 
 def _drift() -> Check:

@@ -19,7 +19,7 @@ from sglang_pd_radix.patching.syntax import parse
 
 from .arguments import did_you_mean
 
-# Below the engine's package and below the patch tree's: what names some options, and what declares all.
+# Below the engine's package and below those of the patch trees: what names some options, and what declares all.
 _FILES = ("srt/mem_cache/cache_support.py", "srt/server_args.py")
 _HELP = "python -m sglang.launch_server --help"
 # Types whose values are checked. The others are the engine's own, or take anything.
@@ -114,9 +114,12 @@ def _unknown(words: Sequence[str], names: Collection[str], whose: str, more: str
 
 
 def _declared() -> list[tuple[list[str], dict[str, Any]]]:
-    """The names of each option, and what `add_argument` is to know of its values. Empty if there is no engine."""
-    engine = loader.engine_root()
-    return _declared_below(engine, loader.patch_root() / "sglang") if engine else []
+    """The names of each option, and what `add_argument` is to know of its values. Empty if there is no engine.
+
+    Raises PdRadixError where SGLANG_PD_RADIX_EXTRAS names what is no extra.
+    """
+    engine, roots = loader.engine_root(), loader.patch_roots(loader.extras())
+    return _declared_below(engine, *(root / "sglang" for root in roots)) if engine else []
 
 
 @cache

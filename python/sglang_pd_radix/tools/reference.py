@@ -49,6 +49,13 @@ class Variable:
 VARIABLES = (
     Variable("SGLANG_PD_RADIX", "1", "all", "0, false, no or n switches the patch set off in a process"),
     Variable(
+        "SGLANG_PD_RADIX_EXTRAS",
+        "all that are there",
+        "all",
+        "which extras run: names with commas between, or none; `pd-radix doctor` lists them "
+        "([deploy](deploy.md#extras))",
+    ),
+    Variable(
         "SGLANG_PD_RADIX_API_KEY",
         "none",
         "pd-radix; prefill, decode that drain",
@@ -398,8 +405,8 @@ def engine_options() -> list[Row]:
     """(names, default, help) of each option of a worker that this package adds. Raises PdRadixError if it is off."""
     from sglang.srt.server_args import ServerArgs
 
-    base = ServerArgs.__mro__[1]
-    if base.__name__ != "ServerArgs":
+    base = ServerArgs.__mro__[-2]
+    if base is ServerArgs:
         raise PdRadixError("the patch set is not active in this process: see pd-radix doctor")
     known = {name for action in _parser(base)._actions for name in action.option_strings}
     return [row for row, names in _options(_parser(ServerArgs)) if not known.intersection(names)]

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from sglang.srt.layers.attention import triton_backend
-from sglang.srt.layers.attention.shared_prefix import option, triton_shared
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-
-@contextmanager
-def all_sharing_pays() -> Iterator[None]:
-    """Within, the triton form is on, and reads together what is shared however short it is: tests are."""
-    with (
-        patch.object(triton_backend, "get_attention_tp_size", lambda: 1),
-        patch.object(triton_shared, "CALL", 0.0),
-        patch.object(triton_shared, "PIECE", 0.0),
-        patch.object(triton_shared, "PARTIAL", 0.0),
-        patch.dict("os.environ", {option.OPTION: "1"}),
-    ):
-        yield
 
 
 class PagedRequests:

@@ -34,9 +34,12 @@ class Sandbox:
             metadata = f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n"
             _write(self.site / f"sglang-{version}.dist-info", {"METADATA": metadata})
 
-    def patch(self, files: dict[str, str]) -> None:
-        """Write patch files; paths are relative to ``sglang/``."""
-        _write(self.ours / "sglang", files)
+    def patch(self, files: dict[str, str], extra: str = "") -> None:
+        """Write patch files of the core, or of an extra, laid over those before; paths are relative to ``sglang/``."""
+        extras, order = self.ours / "extras", self.ours / "extras" / "ORDER"
+        if extra and not (extras / extra).is_dir():
+            _write(extras, {"ORDER": f"{order.read_text() if order.is_file() else ''}{extra}\n"})
+        _write(extras / extra / "sglang" if extra else self.ours / "sglang", files)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run Python in the sandbox with these arguments."""

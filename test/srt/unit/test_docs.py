@@ -30,7 +30,8 @@ DOCS = ROOT / "docs"
 #: A record says what was run when it was run; of those only the links have to hold.
 RECORDS = [DOCS / "evidence.md", ROOT / "benchmark" / "runs" / "README.md"]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")]
-GUIDES = [*AT_THE_TOP, *sorted({*DOCS.rglob("*.md")} - {*RECORDS})]
+EXTRAS = sorted(ROOT.glob("python/extras/*/README.md"))
+GUIDES = [*AT_THE_TOP, *sorted({*DOCS.rglob("*.md")} - {*RECORDS}), *EXTRAS]
 #: What an operator reads.
 OPERATORS = [
     DOCS / f"{name}.md" for name in "quick-start deploy tuning observe upgrade security troubleshooting".split()
@@ -101,8 +102,9 @@ def test_readme_compares_with_what_else_there_is():
 
 
 def test_readme_says_how_large_the_patch_is():
-    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "python" / "sglang").rglob("*.py"))
-    said = int(re.search(r"([\d,]+) lines in `python/sglang`", README)[1].replace(",", ""))
+    trees = [ROOT / "python" / "sglang", *ROOT.glob("python/extras/*/sglang")]
+    lines = sum(len(path.read_text().splitlines()) for tree in trees for path in tree.rglob("*.py"))
+    said = int(re.search(r"([\d,]+) lines in `python/sglang` and", README)[1].replace(",", ""))
     assert abs(lines - said) <= 500, f"{lines} lines"
 
 
@@ -189,7 +191,7 @@ def test_every_link_leads_somewhere(page):
 
 def test_every_page_can_be_reached():
     """From README, by links."""
-    seen, left = set(), [ROOT / "README.md"]
+    seen, left = set(), [ROOT / "README.md", *EXTRAS]
     while left:
         page = left.pop()
         if page in seen or page.suffix != ".md" or not page.is_file():
@@ -380,3 +382,10 @@ def test_decisions_and_protocol_end():
         words = [word for word in page.read_text(encoding="utf-8").split() if re.search(r"[^\W_]", word)]
         most = 2500 if page.name == "protocol.md" else 300
         assert len(words) <= most, f"{page.name} has {len(words)} words"
+
+
+@pytest.mark.parametrize("page", EXTRAS, ids=_name)
+def test_the_page_of_an_extra_is_short(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 300
+    assert all(f"\n## {heading}\n" in text for heading in ("When to use it", "Options", "Limits"))

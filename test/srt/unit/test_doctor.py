@@ -132,6 +132,28 @@ def test_cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clean")
+def test_extras_are_told_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path)
+    sandbox.engine({"srt/a.py": "", "srt/b.py": ""})
+    sandbox.patch({"srt/a.py": ""})
+    sandbox.patch({"srt/b.py": "", "srt/a.py": "", "srt/c.py": ""}, "two")
+    sandbox.patch({"srt/d.py": ""}, "one")
+    monkeypatch.setattr(loader, "engine_root", lambda: sandbox.engine_root)
+    monkeypatch.setattr(loader, "patch_root", lambda: sandbox.ours)
+    monkeypatch.delenv(loader.EXTRAS, raising=False)
+    both = "the core, then two (changes a, b; new modules: 1), then one (changes nothing; new modules: 1)"
+    assert diagnose(monkeypatch)["extras"] == doctor.Check("extras", "ok", both)
+    monkeypatch.setenv(loader.EXTRAS, "none")
+    assert diagnose(monkeypatch)["extras"].detail == "the core; not selected: two, one"
+    monkeypatch.setenv(loader.EXTRAS, "three")
+    found = diagnose(monkeypatch, loader={"error": "PdRadixError: it names three"})
+    assert found["extras"].status == found["loader"].status == "fail"
+    for name in ("extras", "loader"):
+        assert "'three'" in found[name].detail and "It takes: none, two, one." in found[name].detail
+        assert loader.EXTRAS in found[name].way_out
+
+
+@pytest.mark.usefixtures("clean")
 def test_switched_off_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for no in ("0", "false "):
         monkeypatch.setenv("SGLANG_PD_RADIX", no)

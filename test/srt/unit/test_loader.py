@@ -189,6 +189,134 @@ def test_broken_patch_file_stops_the_import_and_cannot_be_overlooked(sandbox: Sa
     assert sandbox.run("import sglang.srt.queue; print('engine')", SGLANG_PD_RADIX="0") == "engine"
 
 
+# ---- extras ----
+
+EXTRA = """
+    from sglang.srt import queue as engine
+    __all__ = ["Queue", "describe"]
+
+    class Queue(engine.Queue):
+        def push(self):
+            return "{0} " + super().push()
+
+    def describe(queue):
+        return "{0}, " + engine.describe(queue)
+"""
+ASK = "from sglang.srt import queue; print(queue.Queue().push(), queue.describe(queue.made()), sep='|')"
+
+
+@pytest.fixture
+def stacked(patched: Sandbox) -> Sandbox:
+    """Two extras over one module of the core, whose order is not that of their names."""
+    made = QUEUE_PATCH.replace('"fresh"]', '"fresh", "made"]') + "\n    def made():\n        return Queue(flag=True)\n"
+    patched.patch({"srt/queue.py": made, "srt/own/__init__.py": "", "srt/own/core.py": "VALUE = 'core'\n"})
+    for name in ("zebra", "ant"):
+        patched.patch({"srt/queue.py": EXTRA.format(name), f"srt/own/{name}.py": "from .core import VALUE\n"}, name)
+    return patched
+
+
+@pytest.mark.parametrize(
+    ("selected", "names"),
+    [
+        (None, "ant zebra"),
+        (" ", "ant zebra"),
+        ("ant,zebra", "ant zebra"),
+        (" zebra ,", "zebra"),
+        ("ant", "ant"),
+        ("none", ""),
+    ],
+)
+def test_overlays_of_one_module_run_one_after_the_other(stacked: Sandbox, selected: str | None, names: str) -> None:
+    """And what the core makes of its own classes is made of what the extras have made of them."""
+    given = {} if selected is None else {"SGLANG_PD_RADIX_EXTRAS": selected}
+    pushes, describes = (f"{names} patched".strip(), ", ".join([*names.split(), "patched"]))
+    assert stacked.run(ASK, **given) == f"{pushes} engine push|{describes}, engine sees Queue"
+    out = stacked.run(
+        """
+        import sglang.srt.queue, sglang.srt.own.core
+        from sglang_pd_radix.patching import loader
+        found = []
+        for name in ("ant", "zebra"):
+            try:
+                found.append(__import__(f"sglang.srt.own.{name}", fromlist=[name]).VALUE)
+            except ModuleNotFoundError:
+                found.append(None)
+        told = sglang.srt.queue.__pd_radix__
+        print(loader.status()["extras"], found, told["names"], told["originals"]["Queue"]().push(), sep="|")
+        """,
+        **given,
+    )
+    found = ["core" if name in names else None for name in ("ant", "zebra")]
+    changed = ["LIMIT", "Queue", "describe", "fresh", "made"]
+    assert out == f"{[name for name in ('zebra', 'ant') if name in names]}|{found}|{changed}|engine push"
+
+
+def test_a_name_of_no_extra_is_told_before_the_engine_runs(stacked: Sandbox) -> None:
+    stacked.engine({"__init__.py": "print('engine')\n"})
+    shutil.rmtree(stacked.ours / "extras" / "zebra")
+    for given in ("zebra", "ant,zebra", "none,zebra"):
+        done = stacked.start("-c", "import sglang", SGLANG_PD_RADIX_EXTRAS=given)
+        assert done.returncode and not done.stdout
+        name = given.split(",")[0] if given.startswith("none") else "zebra"
+        said = f"SGLANG_PD_RADIX_EXTRAS names '{name}', and there is no such extra. It takes: none, ant."
+        assert done.stderr.splitlines()[-1].endswith(said)
+    # One that is deleted leaves the others as they are, also with its name in the order.
+    assert stacked.run(ASK).splitlines()[-1] == "ant patched engine push|ant, patched, engine sees Queue"
+
+
+def test_a_new_module_is_in_one_tree_only(stacked: Sandbox) -> None:
+    """Else an extra would change the core past its hooks, or be hidden by another."""
+    stacked.patch({"srt/own/core.py": "VALUE = 'extra'\n"}, "ant")
+    done = stacked.start("-c", "import sglang")
+    core, extra = stacked.ours / "sglang/srt/own/core.py", stacked.ours / "extras/ant/sglang/srt/own/core.py"
+    assert f"patch files {core} and {extra} are the same new module, sglang.srt.own.core" in done.stderr
+
+
+def test_an_extra_has_options_of_its_own(sandbox: Sandbox) -> None:
+    sandbox.engine(
+        {
+            "srt/server_args.py": """
+                import argparse, dataclasses
+
+                @dataclasses.dataclass
+                class ServerArgs:
+                    model: str = ""
+
+                    @staticmethod
+                    def add_cli_args(parser):
+                        parser.add_argument("--model")
+
+                def prepare(argv):
+                    parser = argparse.ArgumentParser(prog="engine")
+                    ServerArgs.add_cli_args(parser)
+                    return ServerArgs(**vars(parser.parse_args(argv)))
+            """
+        }
+    )
+    option = """
+        import dataclasses
+        from sglang.srt import server_args as engine
+        __all__ = ["ServerArgs"]
+
+        @dataclasses.dataclass
+        class ServerArgs(engine.ServerArgs):
+            {0}: int = 0
+
+            @staticmethod
+            def add_cli_args(parser):
+                engine.ServerArgs.add_cli_args(parser)
+                parser.add_argument("--{0}", type=int, default=0)
+    """
+    sandbox.patch({"srt/server_args.py": option.format("flag")})
+    sandbox.patch({"srt/server_args.py": option.format("option")}, "one")
+    program = "import sys; from sglang.srt.server_args import prepare; print(prepare(sys.argv[1:]))"
+    argv = ["-c", program, "--model", "m", "--flag", "1"]
+    assert sandbox.start(*argv, "--option", "2").stdout == "ServerArgs(model='m', flag=1, option=2)\n"
+    done = sandbox.start(*argv, "--option", "2", SGLANG_PD_RADIX_EXTRAS="none")
+    assert done.returncode == 2 and "unrecognized arguments: --option 2" in done.stderr
+    assert sandbox.start(*argv, SGLANG_PD_RADIX_EXTRAS="none").stdout == "ServerArgs(model='m', flag=1)\n"
+
+
 def test_replaced_dataclass_pickles_into_a_spawned_process(patched: Sandbox) -> None:
     program = """
         import multiprocessing

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import modules
 import pytest
+
+from sglang_pd_radix.patching.loader import PatchFile
 
 
 def written(tmp_path, **files: str):
@@ -15,15 +19,33 @@ def written(tmp_path, **files: str):
 
 
 def test_there_is_no_circle():
-    graph = modules.imports()
+    graph = modules.of_checkout()
     assert len(graph) > 80 and sum(map(len, graph.values())) > 100, "the modules were not found"
     standing = {name: floor for floor, names in enumerate(modules.floors(graph)) for name in names}
     assert all(standing[other] < standing[name] for name in graph for other in graph[name])
 
 
+def test_the_core_imports_no_extra_and_an_extra_another_only_if_its_page_says_so():
+    for name, others in modules.of_checkout().items():
+        page = modules.CODE.parents[1] / name / "README.md"
+        allowed = page.read_text(encoding="utf-8") if page.is_file() else ""
+        wrong = [other for other in others if other.startswith("extras/") and Path(other).name not in allowed]
+        assert not wrong, f"{name} imports {wrong}"
+
+
+def test_an_extra_is_one_module(tmp_path):
+    made = written(tmp_path / "core", a="from sglang.srt import b, x\n", b="from sglang.srt.c import n\n")
+    assert made == {"a": {"b"}, "b": set()}
+    root = tmp_path / "extras" / "e"
+    files = {"x": "from sglang.srt import y\n", "y": "import sglang.srt.b\n", "b": "import sglang.srt.b", "c": ""}
+    written(root / "sglang" / "srt", **files)
+    extra = [PatchFile("", root / "sglang" / "srt" / f"{name}.py", name in "bc", root) for name in files]
+    assert modules.imports(tmp_path / "core", extra) == {"a": {"b", "extras/e"}, "b": set(), "extras/e": {"b"}}
+
+
 def test_the_pages_are_what_the_code_says():
     """Written by `python benchmark/modules.py`."""
-    graph = modules.imports()
+    graph = modules.of_checkout()
     assert modules.PICTURE.read_text(encoding="utf-8") == modules.as_svg(graph)
     page = modules.PAGE.read_text(encoding="utf-8")
     assert modules.with_list(page, graph) == page

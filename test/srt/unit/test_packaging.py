@@ -17,6 +17,7 @@ from sandbox import PACKAGE, Sandbox
 ROOT = PACKAGE.parents[1]
 SITE = sysconfig.get_paths()["purelib"]
 PATCH = "__all__ = ['answer']\n\n\ndef answer():\n    return 'patched', __file__\n"
+EXTRA = "__all__ = ['which']\n\n\ndef which():\n    return __file__\n"
 ASK = "from sglang.srt.tiny import answer; print(*answer())"
 
 
@@ -43,6 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, base)
     sandbox = Sandbox(base / "sandbox")
     sandbox.patch({"srt/tiny.py": PATCH})
+    sandbox.patch({"srt/tiny.py": EXTRA}, "one")
     sandbox.ours.rename(base / "python")
     shutil.copy(PACKAGE.parent / "sglang_pd_radix.pth", base / "python")
     return base
@@ -89,6 +91,8 @@ def test_wheel_installs_runs_and_leaves(
     carried = environment.site / "sglang_pd_radix" / "_patches" / "sglang" / "srt" / "tiny.py"
     assert environment.ask() == ["patched", str(carried)]
     assert environment.ask(ASK, "-I") == ["patched", str(carried)]
+    extra = environment.site / "sglang_pd_radix" / "_patches" / "extras" / "one" / "sglang" / "srt" / "tiny.py"
+    assert environment.ask("from sglang.srt.tiny import which; print(which())") == [str(extra)]
     assert {path.name for path in (environment.site / "sglang").iterdir()} <= {"__init__.py", "srt", "__pycache__"}
     assert _run(environment.bin / "pd-radix", "--version", cwd=environment.base).startswith("pd-radix ")
 
@@ -129,7 +133,13 @@ def test_wheel_of_this_checkout_carries_every_patch_file(tmp_path: Path) -> None
         (metadata,) = (wheel.read(name).decode() for name in names if name.endswith("METADATA"))
     assert dict(scripts["console_scripts"]) == {"pd-radix": "sglang_pd_radix.tools.cli:main"}
     python = ROOT / "python"
-    patches = {f"sglang_pd_radix/_patches/{path.relative_to(python)}" for path in (python / "sglang").rglob("*.py")}
+    trees = [python / "sglang", *python.glob("extras/*/sglang")]
+    files = {path.relative_to(python) for tree in trees for path in tree.rglob("*.py")}
+    patches = {f"sglang_pd_radix/_patches/{path}" for path in files}
+    extras = {name for name in names if "/_patches/extras/" in name and not name.endswith(".py")}
+    folders = {f"sglang_pd_radix/_patches/{tree.parent.relative_to(python)}" for tree in trees[1:]}
+    of_each = {f"{folder}/{name}" for folder in folders for name in ("README.md", "pins.json")}
+    assert extras == of_each | {"sglang_pd_radix/_patches/extras/ORDER"}
     own = {str(path.relative_to(python)) for path in PACKAGE.rglob("*.py")}
     assert patches and "sglang_pd_radix/tools/bench/command.py" in own
     assert {name for name in names if name.endswith(".py")} == patches | own

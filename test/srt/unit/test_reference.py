@@ -24,7 +24,8 @@ LISTED = PACKAGE / "tools" / "reference.py"
 @pytest.fixture(scope="module")
 def said() -> set[str]:
     """Every text of the code."""
-    return texts(PATCH, *(path for path in PACKAGE.rglob("*.py") if path != LISTED))
+    extras = ROOT.glob("python/extras/*/sglang")
+    return texts(PATCH, *extras, *(path for path in PACKAGE.rglob("*.py") if path != LISTED))
 
 
 def test_the_page_is_what_the_code_says():
@@ -50,7 +51,7 @@ def test_defaults_of_the_engines_variables(variable):
 
 
 def test_options_are_those_beside_the_engines():
-    base = ServerArgs.__mro__[1]
+    base = ServerArgs.__mro__[-2]
     fields = {name for name in ServerArgs.__dataclass_fields__ if name not in base.__dataclass_fields__}
     options = {re.findall(r"`--([a-z-]+)`", names)[0].replace("-", "_") for names, *_ in reference.engine_options()}
     # The flag's second name is one of its own to the parser.

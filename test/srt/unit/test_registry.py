@@ -6,6 +6,7 @@ import ast
 import gc
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -240,7 +241,8 @@ def test_pins_hold_until_the_engine_changes(sandbox: Sandbox, tmp_path: Path) ->
 
 def test_missing_and_stale_pins(sandbox: Sandbox, tmp_path: Path) -> None:
     path = tmp_path / "pins.json"
-    path.write_text(json.dumps({**registry.pins(sandbox.engine_root, sandbox.ours), "sglang.srt.queue:nothing": "0"}))
+    (found,) = registry.pins(sandbox.engine_root, sandbox.ours).values()
+    path.write_text(json.dumps({**found, "sglang.srt.queue:nothing": "0"}))
     assert drift(sandbox, path) == [("sglang.srt.queue:nothing", "stale")]
     path.write_text("{}")
     assert {problem for _, problem in drift(sandbox, path)} == {"missing"}
@@ -253,7 +255,60 @@ def test_pin_is_the_hash_of_the_dedented_source(sandbox: Sandbox) -> None:
 
     text = "@staticmethod\ndef make():\n    return Queue()"
     expected = hashlib.sha256(text.encode()).hexdigest()
-    assert registry.pins(sandbox.engine_root, sandbox.ours)["sglang.srt.queue:Queue.make"] == expected
+    (found,) = registry.pins(sandbox.engine_root, sandbox.ours).values()
+    assert found["sglang.srt.queue:Queue.make"] == expected
+
+
+EXTRA = '''
+    """What the extra is for."""
+
+    from sglang.srt import queue as engine
+    from sglang.srt.mixin import Mixin
+
+    __all__ = ["Queue", "helper"]
+
+    class Queue(Mixin, engine.Queue):
+        """A queue that the extra changes."""
+
+        def pop(self):
+            """Asks the core's, which asks nobody."""
+            return super().pop()
+
+        def _new(self):
+            return super()._new()
+
+    def helper():
+        """Asks the core's."""
+        return engine.helper()
+'''
+
+
+def test_what_an_extra_changes_is_pinned_to_the_engine_in_its_own_folder(sandbox: Sandbox, tmp_path: Path) -> None:
+    path, own = tmp_path / "pins.json", sandbox.ours / "extras" / "one" / "pins.json"
+    sandbox.patch({"srt/queue.py": EXTRA, "srt/more.py": '"""A module of the extra."""\n'}, "one")
+    found = registry.replacements(sandbox.engine_root, sandbox.ours)
+    changes = {row.name: (row.file, row.kind, row.pin) for row in found if row.extra == "one"}
+    file = "extras/one/sglang/srt/queue.py"
+    assert changes == {
+        "*": ("extras/one/sglang/srt/more.py", "adds", None),
+        "Queue": (file, "extends", None),
+        "Queue.pop": (file, "wraps", "sglang.srt.queue:Queue.pop"),
+        "Queue.ready": (file, "replaces", "sglang.srt.base:Base.ready"),
+        "Queue._new": (file, "adds", None),
+        "helper": (file, "wraps", "sglang.srt.queue:helper"),
+    }
+    assert len([row for row in found if not row.extra]) == 15 and f"## `{file}`" in registry.as_markdown(found)
+    assert registry.write_pins(sandbox.engine_root, sandbox.ours, path) == 13 and drift(sandbox, path) == []
+    core, extra = (json.loads(each.read_text()) for each in (path, own))
+    assert len(core) == 10 and {*extra} == {pin for _, _, pin in changes.values() if pin}
+    assert extra.items() <= core.items()
+
+    # Both see the same change once, and neither misses the other.
+    sandbox.engine({"srt/queue.py": QUEUE.replace("def helper():", "def helper(*args):")})
+    assert drift(sandbox, path) == [("sglang.srt.queue:helper", "changed")]
+    sandbox.engine({"srt/queue.py": QUEUE})
+    shutil.rmtree(own.parent)
+    assert drift(sandbox, path) == []
 
 
 def test_the_page_has_a_row_for_each_change_and_counts_the_rest(sandbox: Sandbox) -> None:

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_requests import PagedRequests
-from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, choose_levels
-from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
@@ -20,6 +18,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend as batched
 from sglang_pd_radix.supplied.cpu_host.attention import extend, plan
+from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape, choose_levels
+from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
 
 MAX_LEN, ROWS, SLOTS = 4096, 24, 16384
 # So that every level of the small cases is read together; what the real ones choose has a test of its own.

@@ -1,12 +1,12 @@
-"""Two choices, figure by figure: which shared prefixes are read together, and which rank has a request in turn."""
+"""Which shared prefixes are read together, figure by figure."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, Level, choose_levels
-from sglang.srt.managers.prefix_balance import PrefixBalance
+
+from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape, Level, choose_levels
 
 SHAPE = LayerShape(heads=2, kv_heads=1, dims=3, kv_bytes=5)
 
@@ -49,18 +49,3 @@ def test_what_a_token_costs():
 )
 def test_a_piece_must_gain_more_than_it_costs(piece, query, levels):
     assert choose_levels(prefixes(), SHAPE, costs(piece, query)) == levels
-
-
-def test_ranks_that_are_alike_take_turns():
-    balance = PrefixBalance(3, 1 << 20, 16)
-    chosen = []
-    for n in range(6):
-        chosen.append(balance.choose(range(10), None, [True] * 3, float(n)))
-        for rank in range(3):
-            balance.report(rank, 0, n + 0.5)
-    assert chosen == [0, 1, 2, 0, 1, 2]
-    # Also behind one that was sent without being asked about.
-    balance.given(1, range(10), None, 7.0)
-    for rank in range(3):
-        balance.report(rank, 0, 7.5)
-    assert balance.choose(range(10), None, [True] * 3, 8.0) == 2

@@ -11,7 +11,8 @@ import pytest
 from sglang_pd_radix.patching import syntax
 
 ROOT = Path(__file__).parents[3]
-FILES = [path for folder in ("python", "benchmark") for path in sorted((ROOT / folder).rglob("*.py"))]
+CODE = [path for folder in ("python", "benchmark") for path in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [path for path in CODE if path.parent.name != "tests"]
 # Lines, the signature, decorators and docstring included. Of a kernel the signature is not: it has an argument a line,
 # and a kernel that is cut in two is another one to the compiler.
 FILE, CLASS, FUNCTION = 600, 250, 70

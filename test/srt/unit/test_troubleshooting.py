@@ -55,7 +55,7 @@ def said_by(who: str) -> frozenset[str]:
     if who == "engine":
         places = (ENGINE / "disaggregation", ENGINE / "constrained", Path(argparse.__file__))
         return frozenset(texts(*places))
-    return frozenset(texts(PATCH, PACKAGE))
+    return frozenset(texts(PATCH, *ROOT.glob("python/extras/*/sglang"), PACKAGE))
 
 
 def own_letters(text: str, example: str) -> int:

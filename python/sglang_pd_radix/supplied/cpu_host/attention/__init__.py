@@ -5,7 +5,7 @@ kernel.py     the computation
 extend.py     prompts behind what is cached, and layers with a sliding window
 backend.py    the engine's interface
 
-Who shares what, and what of it pays, is in ``sglang/srt/layers/attention/shared_prefix``, which GPUs use as well.
+Who shares what, and what of it pays, is in ``sglang_pd_radix/supplied/shared_prefix``, which GPUs use as well.
 """
 
 from __future__ import annotations

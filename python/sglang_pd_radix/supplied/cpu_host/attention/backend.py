@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape, Level, choose_levels
-from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
-from sglang.srt.layers.attention.shared_prefix.written_rows import WrittenRows
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape, Level, choose_levels
+from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
+from sglang_pd_radix.supplied.shared_prefix.written_rows import WrittenRows
 
 from . import extend, shares_prefixes
 from .kernel import Plan, Workspace, decode_attention

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.attention.shared_prefix.levels import Level
+
+from sglang_pd_radix.supplied.shared_prefix.levels import Level
 
 from .kernel import Block, Plan
 

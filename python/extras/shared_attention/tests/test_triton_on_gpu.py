@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
+from all_pays import all_sharing_pays
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_requests import all_sharing_pays
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_triton_shared_attention import TOLERANCE, Worker, check_kernels
 

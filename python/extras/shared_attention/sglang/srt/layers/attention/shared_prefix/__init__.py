@@ -1,10 +1,6 @@
-"""Decode attention that reads once what several running requests share.
+"""Decode attention of the engine's ``triton`` backend that reads once what several running requests share.
 
-prefixes.py         which running requests share which KV slots
-levels.py           which of that is worth reading together
-written_rows.py     which rows of the table are not what they were in the step before
-
-These serve CPU hosts too (``sglang_pd_radix/supplied/cpu_host/attention``). For the engine's ``triton`` backend:
+Who shares what, and what of it pays, is in ``sglang_pd_radix/supplied/shared_prefix``, which CPU hosts use as well.
 
 option.py           the option, what it is refused with, and where it does not apply
 running_groups.py   what a batch on a device shares, found without waiting for the device

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .prefixes import RunningPrefixes
-from .written_rows import WrittenRows
+from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
+from sglang_pd_radix.supplied.shared_prefix.written_rows import WrittenRows
 
 #: Rows that are asked for in one step; others follow in the next ones. It bounds what a burst of requests costs a step.
 MOST_COPIES = 16

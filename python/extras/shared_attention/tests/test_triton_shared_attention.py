@@ -13,21 +13,23 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from all_pays import all_sharing_pays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
-from paged_requests import PagedRequests, all_sharing_pays
+from paged_requests import PagedRequests
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import attention_registry, triton_backend
 from sglang.srt.layers.attention import utils as attention_utils
 from sglang.srt.layers.attention.shared_prefix import option, running_groups, triton_kernels, triton_plan, triton_shared
-from sglang.srt.layers.attention.shared_prefix.levels import Costs, LayerShape
-from sglang.srt.layers.attention.shared_prefix.prefixes import RunningPrefixes
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from triton.runtime import interpreter
+
+from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape
+from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
 
 MAX_LEN, ROWS, SLOTS = 1024, 16, 2048
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .levels import Costs, LayerShape, Level, choose_levels
-from .prefixes import RunningPrefixes
+from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape, Level, choose_levels
+from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -14,8 +14,9 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend, logit_
 from sglang.srt.layers.attention.triton_ops import decode_attention as engine_kernels
 from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
 
+from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape
+
 from . import triton_kernels
-from .levels import Costs, LayerShape
 from .option import is_windowed
 from .running_groups import RunningGroups
 from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared

@@ -1,0 +1,38 @@
+"""The choice of a DP rank by prefix, as a value of ``--load-balance-method``.
+
+Upstream: sgl-project/sglang#26561 (open), which goes by digests that the ranks report.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang.srt import server_args as engine
+from sglang.srt.mem_cache.cache_support import FLAG
+
+__all__ = ["ServerArgs"]
+
+LONGEST_PREFIX = "longest_prefix"
+
+
+class ServerArgs(engine.ServerArgs):
+    """Server arguments with one load balance method more."""
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds the method to the engine's."""
+        engine.ServerArgs.add_cli_args(parser)
+        for action in parser._actions:
+            if action.dest == "load_balance_method":
+                action.choices = [*(action.choices or ()), LONGEST_PREFIX]
+                action.help = f"{action.help} {LONGEST_PREFIX}, on a decode worker with a radix cache: the rank that "
+                action.help += "holds most of the prompt, unless it is so full that sending the KV again costs less."
+
+    def _handle_load_balance_method(self) -> None:
+        """Adds the check of the method that is not the engine's."""
+        super()._handle_load_balance_method()
+        if self.load_balance_method == LONGEST_PREFIX and not self.disaggregation_decode_enable_radix_cache:
+            raise ValueError(
+                f"--load-balance-method {LONGEST_PREFIX} is for decode workers with {FLAG}, which this one has not. "
+                "Add it, or use round_robin."
+            )
