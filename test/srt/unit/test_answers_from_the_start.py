@@ -11,13 +11,10 @@ from overlapped_loop import VOCABULARY, Loop, LoopEnds, LoopScheduler, next_toke
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.transfer_commit import note_transfer
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
-from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.sampling import penaltylib
-from sglang.srt.sampling.penalized_tokens import tell_earlier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -122,45 +119,6 @@ def test_a_prompt_that_ends_with_an_image_ends_nobody(flag):
     assert len(loop.told[0].output_ids) == 4
 
 
-def test_without_the_flag_penalties_are_as_the_engine_has_them():
-    loop = Penalized(flag=False, size=128).play({1: ([*SHARED, 3], 4)}, 1)
-    first, second, _, _ = loop.told[0].output_ids
-    assert [told for _, told in loop.penalized[:3]] == [[first], [first] * 2, sorted([first, first, second])]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("answer", [[7], [7, 7, 8], [9, 7, 9, 9, 8]])
-def test_every_penalty_learns_of_an_answer_so_far_what_it_would_have_been_told(overlap, answer):
-    """Beside a request that has no answer yet; min_new_tokens is a penalty too."""
-    params = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5, "min_new_tokens": 4}
-    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
-    reqs = [Req(rid, "", [5, 6], SamplingParams(**params)) for rid in "ab"]
-    for req in reqs:
-        req.tokenizer = tokenizer
-    batch = ScheduleBatch(reqs=reqs, device="cpu", enable_overlap=overlap)
-    kinds = {
-        penaltylib.BatchedFrequencyPenalizer,
-        penaltylib.BatchedPresencePenalizer,
-        penaltylib.BatchedRepetitionPenalizer,
-        penaltylib.BatchedMinNewTokensPenalizer,
-    }
-    told, again = (penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds) for _ in range(2))
-    # The last of the second is of an image.
-    reqs[1].origin_input_ids = [5, 1_000_006]
-    steps = [6, *answer] if overlap else answer
-    # The step that comes next tells one.
-    for token in steps[: len(answer) - 1]:
-        told.cumulate_output_tokens(torch.tensor([0, token]))
-    reqs[1].output_ids, batch.sampling_info = answer, SimpleNamespace(penalizer_orchestrator=again)
-    tell_earlier(batch, 1)
-    for kind in kinds:
-        for name, tensor in vars(told.penalizers[kind]).items():
-            if isinstance(tensor, torch.Tensor):
-                assert torch.equal(tensor[1], vars(again.penalizers[kind])[name][1]), name
-    assert not again.penalizers[penaltylib.BatchedFrequencyPenalizer].cumulated_frequency_penalties[0].any()
-    assert again.penalizers[penaltylib.BatchedMinNewTokensPenalizer].len_output_tokens[0] == 0
-
-
 # ---- tokens of reasoning ----
 
 END_OF_THOUGHT = 2
@@ -208,29 +166,6 @@ def test_the_first_token_counts_as_reasoning(overlap, first, flag):
     req = loop.answer(prompt_whose_answer_ends_its_thought(first), first)
     # Without the flag the engine leaves it out.
     assert req.reasoning_tokens == req.output_ids.index(END_OF_THOUGHT) + (1 if flag else 0)
-
-
-def test_a_resumed_request_does_not_count_its_first_token_again():
-    loop, reqs = Thinking(size=48, page_size=4, reserved=0, max_reqs=4), []
-
-    def between() -> None:
-        if loop.iterations == 1:
-            for n in range(3):
-                reqs.append(loop.arrive([40 + 10 * n + i for i in range(8)], max_new=22).req)
-                reqs[-1].require_reasoning = True
-            for decode_req in loop.queue.queue:
-                loop.handshake(decode_req)
-        for decode_req in loop.asked:
-            loop.complete(decode_req, first_token=1)
-        if len(loop.told) == 3:
-            raise LoopEnds
-        assert loop.iterations < 300, "no end"
-
-    loop.run(between)
-    assert any(req.retraction_count for req in reqs)
-    for req in reqs:
-        ends = END_OF_THOUGHT in req.output_ids
-        assert req.reasoning_tokens == (req.output_ids.index(END_OF_THOUGHT) + 1 if ends else 22)
 
 
 # ---- what stays on prefill ----
@@ -284,24 +219,6 @@ def test_each_logprob_of_token_ids_logprob_is_its_own_tokens(stream, interval, m
     first, *others = meta["output_token_ids_logprobs"]
     assert first is None
     assert others == [[(-float(n), 77, None)] for n in range(2, 121)]
-
-
-@pytest.mark.parametrize("tokens, said", [(1, []), (2, [2.0]), (3, [3.0])])
-def test_hidden_states_are_their_own_tokens(tokens, said):
-    """The prompt's stay on prefill."""
-    req = Req("r", "", [1, 2], SamplingParams(max_new_tokens=tokens), return_hidden_states=True)
-    req.transfer_prefix_len = 0
-    note_transfer(req, COUNTERS)
-    req.hidden_states += [[float(n)] for n in range(2, tokens + 1)]
-    assert req.hidden_states == [[], *([float(n)] for n in range(2, tokens + 1))]
-    ret = {"meta_info": {"hidden_states": req.hidden_states}}
-    assert process_hidden_states_from_ret(ret, SimpleNamespace(return_hidden_states=True)) == said
-
-
-def test_without_the_flag_nothing_stands_for_what_stays_on_prefill():
-    req = Req("r", "", [1, 2], SamplingParams(), return_logprob=True, token_ids_logprob=[7], return_hidden_states=True)
-    note_transfer(req, COUNTERS)
-    assert req.output_token_ids_logprobs_val == req.output_token_ids_logprobs_idx == req.hidden_states == []
 
 
 # ---- what prefill was not asked for ----
@@ -377,9 +294,3 @@ def test_a_prefill_without_the_package(buffers):
         buffers.__class__ = engine_utils
         written(buffers, 5, told, top=2)
         assert logprobs(read(buffers, 5)) == expected
-
-
-def test_a_warmup_reads_nothing(buffers):
-    """For it nothing is sent, and its buffer is that of the request before."""
-    req = read(buffers, 5, bootstrap_host=FAKE_BOOTSTRAP_HOST)
-    assert req.output_ids == [0] and logprobs(req)[1:] == ([0], [[0.0, 0.0]], [[0, 0]])

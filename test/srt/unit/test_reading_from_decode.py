@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
-from prefill_loop import CHUNK, PAGE, POOL, PrefillLoop, PrefillScheduler
-from sglang.srt.disaggregation import decode_reads, read_pace
+from prefill_loop import PAGE, POOL, PrefillLoop, PrefillScheduler
+from sglang.srt.disaggregation import decode_reads
 from sglang.srt.disaggregation.computed_rooms import ComputedReq
 from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
@@ -20,7 +20,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 ROOM, OTHER, THIRD = 7001, 7002, 7003
 LEAST = 16
-LOOPS = [(ranks, overlap) for ranks in (1, 2) for overlap in (True, False)]
+LOOPS = [(1, False), (2, True)]
 
 
 @pytest.fixture(params=LOOPS, ids=[f"tp{ranks}-{'overlap' if overlap else 'normal'}" for ranks, overlap in LOOPS])
@@ -164,56 +164,6 @@ def test_what_is_computed_sooner_is_not_read(loop: PrefillLoop, monkeypatch: pyt
     assert_served(loop, ROOM)
 
 
-def test_those_that_come_together_are_read_one_after_the_other(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """What each lacks, beside what will be read for those before it."""
-    asked: list[tuple[int, int]] = []
-    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
-    monkeypatch.setattr(
-        held.paces, "is_slow", lambda name, tokens, under_way: asked.append((tokens, under_way)) or under_way > 100
-    )
-    loop.arrive(48, THIRD, token=9)
-    loop.run(8)
-    hold_reads(loop)
-    for room, token, first in ((ROOM, 9, 64), (OTHER, 8, 96), (THIRD + 1, 7, 0)):
-        loop.arrive(100, room, held=80, first_page=first, token=token)
-    steps = len(loop.schedulers[0].steps)
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank == 0 and len(scheduler.steps) == steps + 2:
-            finish(loop)
-            loop.wire.wire.held = False
-
-    loop.before = before
-    loop.run(30)
-    assert asked[-3:] == [(32, 0), (80, 32), (80, 112)]
-    assert len(reads(loop)) == 2 * loop.ranks.size
-    assert [computed(scheduler, THIRD + 1) for scheduler in loop.schedulers] == [100] * loop.ranks.size
-    finish(loop)
-    loop.run(4)
-    assert_served(loop, THIRD, ROOM, OTHER, THIRD + 1)
-
-
-def test_what_is_being_read_goes_before_what_comes_later(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """In a turn of its own, in which the first is wanted no more, but under way."""
-    asked: list[tuple[int, int]] = []
-    held = loop.schedulers[-1].disagg_prefill_bootstrap_queue.reads
-    monkeypatch.setattr(
-        held.paces, "is_slow", lambda name, tokens, under_way: asked.append((tokens, under_way)) or False
-    )
-    hold_reads(loop)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(3)
-    assert len(reads(loop)) == loop.ranks.size and set(asked) == {(80, 0)}
-    asked.clear()
-    loop.arrive(100, OTHER, held=80, first_page=64)
-    loop.run(3)
-    assert set(asked) == {(80, 80)}
-    loop.wire.wire.held = False
-    finish(loop)
-    loop.run(16)
-    assert_served(loop, ROOM, OTHER)
-
-
 def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop):
     buffers = [scheduler.req_to_metadata_buffer_idx_allocator for scheduler in loop.schedulers]
     taken = [[each.alloc() for _ in range(each.available_size())] for each in buffers]
@@ -229,25 +179,6 @@ def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == 20
     assert_served(loop, ROOM)
-
-
-def test_how_long_reads_and_steps_take_is_learned(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(read_pace, "LEAST_STEP", 1)
-    hold_reads(loop)
-    loop.arrive(32, OTHER)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(6)
-    for scheduler in loop.schedulers:
-        paces = scheduler.disagg_prefill_bootstrap_queue.reads.paces
-        assert 0 < paces._computed.seconds(16) < 20 and not paces._read
-    finish(loop)
-    loop.run(8)
-    for scheduler in loop.schedulers:
-        (pace,) = scheduler.disagg_prefill_bootstrap_queue.reads.paces._read.values()
-        assert 0 < pace.seconds(80) < 60 and computed(scheduler, ROOM) == 20
-    finish(loop)
-    loop.run(4)
-    assert_served(loop, OTHER, ROOM)
 
 
 @pytest.mark.parametrize("how", ["posted", "later", "refused"])
@@ -405,23 +336,6 @@ def test_what_prefill_has_of_it_is_locked_for_as_long_as_the_rest_is_read(
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == {"read": 20, "aborted": 0}.get(how, 52)
         assert_rests(scheduler)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_has_been_read_and_not_begun_counts_as_taken(ranks: int, monkeypatch: pytest.MonkeyPatch):
-    """At most half of the pool, with what is being read."""
-    loop = PrefillLoop(monkeypatch, ranks, False, reads=LEAST)
-    loop.arrive(96, OTHER)
-    loop.arrive(220, ROOM, held=200)
-    loop.run(3)
-    for scheduler in loop.schedulers:
-        found = scheduler.disagg_prefill_bootstrap_queue.reads
-        assert sum(held.tokens for held in found.held) == 200 and not found.tokens_out
-    loop.arrive(120, THIRD, held=100)
-    loop.run(40)
-    for scheduler in loop.schedulers:
-        assert (computed(scheduler, ROOM), computed(scheduler, THIRD)) == (20, 120)
-    assert_served(loop, OTHER, ROOM, THIRD)
 
 
 def test_what_is_cached_goes_for_it(loop: PrefillLoop):
@@ -637,15 +551,6 @@ def test_an_offer_that_cannot_be_right_fails_its_request(loop: PrefillLoop):
         assert_rests(scheduler)
 
 
-def test_a_chunk_is_as_long_as_it_was(loop: PrefillLoop):
-    """What is read changes where a prompt's first chunk begins, and nothing else of it."""
-    loop.arrive(80 + 3 * CHUNK, ROOM, held=80)
-    loop.run(14)
-    for scheduler in loop.schedulers:
-        assert [step[f"request-{ROOM}"] for step in scheduler.steps] == [CHUNK] * 3
-    assert_served(loop, ROOM)
-
-
 def test_a_word_that_decode_computes_it_ends_what_was_read(loop: PrefillLoop):
     """It comes when all has been read and the request waits for its turn."""
     loop.arrive(200, OTHER)
@@ -734,8 +639,7 @@ def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch,
     assert_served(loop, *rooms)
 
 
-@pytest.mark.parametrize("held", [0, 80])
-@pytest.mark.parametrize("order", ["priority", "lpm"])
+@pytest.mark.parametrize(("order", "held"), [("priority", 80), ("lpm", 80), ("lpm", 0)])
 def test_who_may_overtake_does_not_wait_to_read(loop: PrefillLoop, order: str, held: int):
     """The first one waits for memory, for as long as a transfer stands still: no read begins, but others may."""
 
