@@ -16,12 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import requests
-import torch
 import xgrammar
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -35,7 +33,6 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import (
     check_embeds,
     check_labels,
-    check_prompt,
     check_request,
     check_sampling,
     check_types,
@@ -201,18 +198,6 @@ def test_a_stop_token_is_a_token_and_what_the_engine_has_checked_is_checked_agai
         made._create_tokenized_object(request({"top_k": 2**31}), "", [1])
 
 
-def test_a_prompt_that_the_scheduler_cannot_take():
-    check_prompt([5] * 9, VOCAB, 10)
-    check_prompt([0, 99] * 100, VOCAB, None)
-    with pytest.raises(ValueError, match="The prompt is empty"):
-        check_prompt([], VOCAB, None)
-    with pytest.raises(ValueError, match="10 tokens.*fewer than 10"):
-        check_prompt([5] * 10, VOCAB, 10)
-    for wrong in ([5, 100], [-1], [2**70]):
-        with pytest.raises(ValueError, match="input_ids must be"):
-            check_prompt(wrong, VOCAB, 10)
-
-
 # ---- batches ----
 
 
@@ -310,16 +295,6 @@ def test_an_empty_logit_processor_is_none(monkeypatch):
     assert [req.custom_logit_processor for req in taken] == [None]
 
 
-def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
-    class Backend(BaseGrammarBackend):
-        def dispatch_regex(self, key_string):
-            raise KeyError("begin")
-
-    future, hit = Backend().get_cached_or_future_value(("regex", "a"), False)
-    grammar = future.result()
-    assert not hit and isinstance(grammar, InvalidGrammarObject) and "KeyError: 'begin'" in grammar.error_message
-
-
 def test_a_reference_written_in_numbers_is_one_too():
     hidden = (REFERS % nested(20)).replace("$ref", "\\u0024ref")
     with pytest.raises(ValueError, match="json_schema must have at most 4000 objects and arrays"):
@@ -363,17 +338,6 @@ def test_a_resumed_request_tells_its_last_token_to_no_grammar_twice(held: int | 
     assert (req.to_finish is not None) == ends
     if not ends:
         grammar.accept_token(ord("b"))
-
-
-def test_the_mask_of_a_grammar_on_a_cpu():
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-
-    grammar = object.__new__(XGrammarGrammar)
-    mask = torch.zeros(2, 2, dtype=torch.int32)
-    mask[0, 0], mask[0, 1], mask[1, 0] = 1 << 3, 1 << 1, -(2**31)
-    logits = torch.zeros(2, 40)
-    grammar.apply_vocab_mask(logits=logits, vocab_mask=mask)
-    assert [(row == 0).nonzero().flatten().tolist() for row in logits] == [[3, 33], [31]]
 
 
 @pytest.mark.parametrize("low_first", [False, True])
@@ -463,13 +427,6 @@ def bootstrap_port():
         yield port
 
 
-def test_what_decode_computes_is_noted_by_a_prefill_that_has_served_nothing():
-    """With --skip-server-warmup there is no event loop before the first request."""
-    prefill = manager(DisaggregationMode.PREFILL)
-    prefill._on_computed_by_decode(5)
-    assert prefill.computed.rooms.take(5) and not prefill.computed.rooms.take(6)
-
-
 def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
     prefill = manager(DisaggregationMode.PREFILL)
     monkeypatch.setattr(refusal, "_listeners", [])
@@ -518,30 +475,6 @@ def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
             assert CommonKVReceiver.query_prefill_dp_ranks(addr, [5]) == {}
         # The engine waits for five seconds, fifty times.
         assert time.monotonic() - began < 5
-
-
-def test_a_rank_is_told_once_and_asked_for_until_it_is_known(monkeypatch):
-    monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
-    answers, known, asked = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"](), {}, []
-
-    def question(addr: str, rooms: list[int]) -> dict[str, int]:
-        asked.append(rooms)
-        if not known:
-            raise OSError("not yet")
-        return {str(room): known[room] for room in rooms if room in known}
-
-    def ask(*rooms: int) -> dict[str, int]:
-        found = answers.query("a", list(rooms), question)
-        # What came late.
-        told = answers._told.get("a", {})
-        return found | {room: told.pop(room) for room in list(told)}
-
-    assert ask(5, 6) == {}
-    known[5] = 1
-    assert ask(5, 6) == {"5": 1}
-    known[6] = 0
-    assert ask(6) == {"6": 0}
-    assert asked == [[5, 6], [5, 6], [6]] and not answers._told and not answers._asking
 
 
 def test_the_ranks_of_thousands_are_told_and_those_that_nobody_asks_for_are_forgotten(monkeypatch):
@@ -649,13 +582,6 @@ def test_each_prompt_has_one_adapter():
             made._validate_rid_not_in_flight(
                 normal(input_ids=[[1], [2]], lora_path=path, sampling_params={"n": n}, **room)
             )
-
-
-@pytest.mark.parametrize("media", [{"audio_data": ["a"]}, {"video_data": ["a"]}])
-def test_samples_of_sound_are_served(media):
-    """A chat has one modality for its one prompt, however many samples it asks for."""
-    obj = normal(sampling_params={"n": 3}, modalities=[name.removesuffix("_data") for name in media], **media)
-    door(DisaggregationMode.NULL)._validate_rid_not_in_flight(obj)
 
 
 def test_a_worker_without_a_tokenizer_is_not_asked_for_one():
