@@ -119,6 +119,30 @@ def test_decode_spares_what_its_prefill_spares(flag: bool, capable: bool, ended:
     assert [req.rid for req in loop.told if aborted(req)] == ended.split()
 
 
+def test_decode_spares_what_prefill_has_done_with():
+    """Whatever that prefill goes by."""
+    loop = Loop(size=64, page_size=4, reserved=0, max_reqs=4)
+    loop.scheduler.longest_rid = 2
+
+    def between() -> None:
+        if loop.iterations == 1:
+            for rid in ("5", "50"):
+                decode_req = loop.arrive([len(rid), 2, 1, 1, 2, 2, 1, 2], max_new=6)
+                decode_req.req.rid, decode_req.kv_receiver.peer_takes_prefix = rid, False
+                loop.handshake(decode_req)
+        if loop.iterations == 3:
+            for decode_req in loop.asked:
+                loop.complete(decode_req)
+        if loop.iterations == 6:
+            assert [req.rid for req in loop.running] == ["5", "50"]
+            loop.scheduler.abort_request(AbortReq(rid="5"))
+        if loop.iterations == 16:
+            raise LoopEnds
+
+    loop.run(between)
+    assert {req.rid: aborted(req) for req in loop.told} == {"5": True, "50": False}
+
+
 def asks(loop: PrefillLoop, room: int, flag: bool) -> None:
     """Decode's request for KV, of a worker with the flag or without; its pages begin with that of the room."""
     wire = loop.not_asked

@@ -13,9 +13,11 @@ from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers import lora_batch
+from sglang.srt.managers.schedule_batch import Req, keep_extra_key
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class Named(SimpleNamespace):
@@ -224,3 +226,16 @@ def test_who_comes_back_need_not_fit_beside_one_that_has_ended(monkeypatch):
 def test_without_the_flag_it_is_the_engines(monkeypatch):
     made = scheduler(monkeypatch, "abc", "", tree=RadixCache)
     assert made.get_new_prebuilt_batch() == "abc"
+
+
+def test_an_adapter_is_part_of_the_key():
+    """Trap 14; the key of a client's own goes with it."""
+
+    sampling = SamplingParams()
+
+    def key(**options) -> str | None:
+        return Req("r", "", [1], sampling, **options).extra_key
+
+    assert key() is None and key(extra_key="k") == "k"
+    keep_extra_key(SimpleNamespace(sampling_params=sampling, extra_key="k"))
+    assert len({key(), key(lora_id="a"), key(lora_id="b")}) == 3 and key(lora_id="a") == "ka"

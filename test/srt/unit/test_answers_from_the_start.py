@@ -12,9 +12,12 @@ from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.transfer_commit import note_transfer
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.penalized_tokens import tell_earlier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -119,6 +122,39 @@ def test_a_prompt_that_ends_with_an_image_ends_nobody(flag):
     assert len(loop.told[0].output_ids) == 4
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("answer", [[7], [7, 7, 8], [9, 7, 9, 9, 8]])
+def test_every_penalty_learns_of_an_answer_so_far_what_it_would_have_been_told(overlap, answer):
+    """Beside a request that has no answer yet; min_new_tokens is a penalty too."""
+    params = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5, "min_new_tokens": 4}
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
+    reqs = [Req(rid, "", [5, 6], SamplingParams(**params)) for rid in "ab"]
+    for req in reqs:
+        req.tokenizer = tokenizer
+    batch = ScheduleBatch(reqs=reqs, device="cpu", enable_overlap=overlap)
+    kinds = {
+        penaltylib.BatchedFrequencyPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedRepetitionPenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
+    }
+    told, again = (penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds) for _ in range(2))
+    # The last of the second is of an image.
+    reqs[1].origin_input_ids = [5, 1_000_006]
+    steps = [6, *answer] if overlap else answer
+    # The step that comes next tells one.
+    for token in steps[: len(answer) - 1]:
+        told.cumulate_output_tokens(torch.tensor([0, token]))
+    reqs[1].output_ids, batch.sampling_info = answer, SimpleNamespace(penalizer_orchestrator=again)
+    tell_earlier(batch, 1)
+    for kind in kinds:
+        for name, tensor in vars(told.penalizers[kind]).items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(tensor[1], vars(again.penalizers[kind])[name][1]), name
+    assert not again.penalizers[penaltylib.BatchedFrequencyPenalizer].cumulated_frequency_penalties[0].any()
+    assert again.penalizers[penaltylib.BatchedMinNewTokensPenalizer].len_output_tokens[0] == 0
+
+
 # ---- tokens of reasoning ----
 
 END_OF_THOUGHT = 2
@@ -219,6 +255,18 @@ def test_each_logprob_of_token_ids_logprob_is_its_own_tokens(stream, interval, m
     first, *others = meta["output_token_ids_logprobs"]
     assert first is None
     assert others == [[(-float(n), 77, None)] for n in range(2, 121)]
+
+
+@pytest.mark.parametrize("tokens, said", [(1, []), (2, [2.0]), (3, [3.0])])
+def test_hidden_states_are_their_own_tokens(tokens, said):
+    """The prompt's stay on prefill."""
+    req = Req("r", "", [1, 2], SamplingParams(max_new_tokens=tokens), return_hidden_states=True)
+    req.transfer_prefix_len = 0
+    note_transfer(req, COUNTERS)
+    req.hidden_states += [[float(n)] for n in range(2, tokens + 1)]
+    assert req.hidden_states == [[], *([float(n)] for n in range(2, tokens + 1))]
+    ret = {"meta_info": {"hidden_states": req.hidden_states}}
+    assert process_hidden_states_from_ret(ret, SimpleNamespace(return_hidden_states=True)) == said
 
 
 # ---- what prefill was not asked for ----

@@ -131,6 +131,19 @@ def test_every_pipeline_stage_hears_for_whom_no_token_was_left():
     assert list(said) == [1] and "No token can be chosen" in said[1]
 
 
+def test_every_pipeline_stage_hears_whose_logit_processor_failed():
+    """The last one samples; all go on from what it sends round."""
+    stage, batch = object.__new__(Scheduler), SimpleNamespace(return_logprob=False, reqs=[])
+    tokens, metadata = torch.tensor([1]), SimpleNamespace(can_run_cuda_graph=False)
+    for failed in ({0: "boom"}, {}):
+        last = SimpleNamespace(next_token_ids=tokens, logits_output=SimpleNamespace(failed_processors=failed))
+        sent = stage._pp_prepare_tensor_dict(last, batch)
+        # Without an error, what the engine sends.
+        assert set(sent) == {"next_token_ids", *(["failed_processors"] if failed else [])}
+        result = stage._pp_prep_batch_result(batch, metadata, PPProxyTensors(sent))
+        assert batch_failures.failed_processors(batch, result) == failed
+
+
 class RaisesTogether:
     """Serves each by itself only."""
 

@@ -1006,6 +1006,24 @@ def test_a_word_that_could_not_be_said_is_said_later(world: World, monkeypatch) 
     world.assert_books_closed()
 
 
+def test_a_failure_that_could_not_be_told_is_told_when_decode_gives_up(world: World, monkeypatch) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    taken = []
+
+    def refuse(sockets: PeerSockets, *args: Any) -> None:
+        taken.append(args)
+        raise OSError("Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PeerSockets, "send", refuse)
+        request.senders[0].fail("out of luck")
+        request.wait_senders(KVPoll.Failed)
+    assert taken and request.receivers[0].poll() == KVPoll.WaitingForInput
+    give_up(request)
+    wait_quiet(request)
+    world.assert_books_closed()
+
+
 def test_a_worker_without_the_flag_hears_of_success_whoever_was_there_before(world: World) -> None:
     """Its predecessor at this address, which had the flag, had a request of the same room."""
     world.request(1, 24, 4).bootstrap().send().finish()
@@ -1305,6 +1323,17 @@ def test_queued_chunks_are_not_sent_for_a_new_request_of_the_room(world: World) 
         end.clear()
     world.assert_books_closed()
     world.request(1, 24, 4).bootstrap().send().wait_senders(KVPoll.Success)
+
+
+def test_nothing_is_sent_for_a_request_that_decode_gave_up(world: World) -> None:
+    request = world.request(1, 24, 4).bootstrap(fenced=True)
+    give_up(request)
+    until(lambda: bool(world.prefill[0].manager.rooms.refused), "prefill hears of it")
+    request.send()
+    time.sleep(0.05)
+    request.wait_senders(KVPoll.Failed)
+    wait_quiet(request)
+    assert world.prefill[0].library.written == 0
 
 
 def test_a_rank_that_has_everything_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

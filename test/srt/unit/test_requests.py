@@ -20,6 +20,7 @@ import xgrammar
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -33,6 +34,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import (
     check_embeds,
     check_labels,
+    check_prompt,
     check_request,
     check_sampling,
     check_types,
@@ -198,6 +200,18 @@ def test_a_stop_token_is_a_token_and_what_the_engine_has_checked_is_checked_agai
         made._create_tokenized_object(request({"top_k": 2**31}), "", [1])
 
 
+def test_a_prompt_that_the_scheduler_cannot_take():
+    check_prompt([5] * 9, VOCAB, 10)
+    check_prompt([0, 99] * 100, VOCAB, None)
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        check_prompt([], VOCAB, None)
+    with pytest.raises(ValueError, match="10 tokens.*fewer than 10"):
+        check_prompt([5] * 10, VOCAB, 10)
+    for wrong in ([5, 100], [-1], [2**70]):
+        with pytest.raises(ValueError, match="input_ids must be"):
+            check_prompt(wrong, VOCAB, 10)
+
+
 # ---- batches ----
 
 
@@ -293,6 +307,16 @@ def test_an_empty_logit_processor_is_none(monkeypatch):
     scheduler.tree_cache, scheduler.server_args = None, SimpleNamespace(enable_custom_logit_processor=True)
     scheduler.handle_generate_request(SimpleNamespace(rid="r", custom_logit_processor=""))
     assert [req.custom_logit_processor for req in taken] == [None]
+
+
+def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
+    class Backend(BaseGrammarBackend):
+        def dispatch_regex(self, key_string):
+            raise KeyError("begin")
+
+    future, hit = Backend().get_cached_or_future_value(("regex", "a"), False)
+    grammar = future.result()
+    assert not hit and isinstance(grammar, InvalidGrammarObject) and "KeyError: 'begin'" in grammar.error_message
 
 
 def test_a_reference_written_in_numbers_is_one_too():

@@ -386,3 +386,34 @@ def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None
     lose()
     assert come([8, 9]) == [True] * 2
     assert len(gone_ones) == 2 and caplog.text.count("is gone, and with it") == 2
+
+
+def test_a_look_at_many_rooms_leaves_the_lock_to_the_scheduler() -> None:
+    books: Any = SimpleNamespace(rooms=Rooms(), transfer_infos={})
+    lock, held, most = books.rooms.lock, 0, 0
+
+    class Counted:
+        def __enter__(self) -> None:
+            nonlocal held
+            held = 0
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal most
+            most = max(most, held)
+            lock.release()
+
+    def asked(room: int) -> list[tuple[str, int]]:
+        nonlocal held
+        held += 1
+        return [("10.0.0.7", 5000 + room % 3)]
+
+    count = 5 * peer_watch.AT_ONCE
+    for room in range(count):
+        books.rooms.live[room] = SimpleNamespace(has_failed=lambda: False)
+        books.transfer_infos[count + room] = {}
+    books.rooms.lock = Counted()
+    watch = peer_watch.DecodeWatch(SimpleNamespace(), books.rooms, asked, peer_watch.Unclaimed(books))  # type: ignore[arg-type]
+    found = watch._rooms_by_rank()
+    assert sorted(room for rooms in found.values() for room in rooms) == [*range(2 * count)] and len(found) == 3
+    assert most == peer_watch.AT_ONCE

@@ -240,6 +240,13 @@ def test_sizes_of_states(ours, theirs, alike):
     assert are_alike({"state_item_lens": ours}, {"dst_state_item_lens": theirs}) == alike
 
 
+@pytest.mark.parametrize(("size", "alike"), [(24, True), (12, False)])
+def test_sizes_of_states_that_are_cut(size, alike):
+    """The engine's own way over Mooncake, between two TP sizes; a decode worker without the flag may take it."""
+    half = {"dst_attn_tp_size": 2, "dst_state_item_lens": [size], "dst_state_dim_per_tensor": [4]}
+    assert are_alike({"state_item_lens": [48], "state_dim_per_tensor": [8]}, half) == alike
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
 def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
     """NIXL has no way to; Mooncake's would give a rank another's channels of the convolution."""
