@@ -80,6 +80,7 @@ class Forks:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()  # What conftest.py froze is not told by `gc.get_objects`.
         self.functions = functions_of_patches()
         gc.collect()
         gc.freeze()
