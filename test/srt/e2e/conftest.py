@@ -17,7 +17,7 @@ COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requ
 
 
 BACKENDS = ["nixl", "mooncake"]
-# `make test` has to end within 30 minutes on two cores, installation included. What it leaves out for that, `make
+# `make test` has to end within 20 minutes on two cores, installation included. What it leaves out for that, `make
 # test-all` runs: over Mooncake, what differs only in what is decided before a backend takes part, and is shown over
 # NIXL; MLA with several ranks, which has fewer cases than MHA; page sizes between which and 16 nothing but arithmetic
 # differs, which unit tests walk; staging buffers, whose messages have unit tests with real managers; and workers that
@@ -28,6 +28,7 @@ THOROUGH = [
     ("test_local_prefill.py", {"backend": "mooncake"}),
     ("test_local_prefill.py", {"page": 1}),
     ("test_peers.py", {"backend": "mooncake"}),
+    ("test_readme.py", {"backend": "mooncake"}),
     ("test_small_pool.py", {"backend": "mooncake"}),
     ("test_staging.py", {}),
     ("test_tensor_parallel.py", {"backend": "mooncake"}),

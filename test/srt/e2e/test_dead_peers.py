@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import requests
-from pd import FLAG, Pair, conversations, counter, log_of, pools, words
+from pd import FLAG, Pair, conversations, words
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -91,41 +91,6 @@ def test_a_prefill_that_stands_still_is_lost_and_is_used_again(cluster, truth):
         assert going_on.result() == truth["long"]
     assert conversations(still) == truth["conversations"]
     still.check_idle()
-
-
-def test_prefill_dies_and_comes_back(cluster, truth):
-    dying, other = Pair(cluster, 0, 0), Pair(cluster, 1, 0)
-    for pair in (dying, other):
-        assert conversations(pair) == truth["conversations"]
-    rnd = random.Random(5)
-    address = f"127.0.0.1:{cluster.processes[0].bootstrap_port}"
-    with ThreadPoolExecutor(8) as pool:
-        going_on = pool.submit(conversations, other, 6, 1, 5, 96)
-        # Some it may have begun to send, some it never reads.
-        early = [pool.submit(attempt, dying, words(rnd, 2000)) for _ in range(2)]
-        time.sleep(0.3)
-        cluster.pause(["prefill-0"])
-        late = [pool.submit(attempt, dying, words(rnd, 300)) for _ in range(3)]
-        time.sleep(1)
-        assert not all(pool["idle"] for pool in pools(dying.decode_url))
-        cluster.kill("prefill-0")
-        for lost in early + late:
-            of_prefill, of_decode = lost.result()
-            if lost in early and of_decode.ok:
-                continue
-            assert of_prefill is None and of_decode.status_code == 500
-            assert f"Losing connection with prefill instance (bootstrap_addr: {address})" in of_decode.text
-        assert going_on.result() == truth["long"]
-    other.check_idle()
-    # One line of the engine's about the peer: "Losing" or "Lost".
-    named = f"connection with prefill instance (bootstrap_addr: {address}), "
-    assert log_of(cluster, other.decode_url).count(named) == 1
-
-    cluster.restart("prefill-0")
-    hit = counter(dying.decode_url, "sglang:decode_prefix_hit_tokens_total")
-    assert conversations(dying) == truth["conversations"]
-    assert counter(dying.decode_url, "sglang:decode_prefix_hit_tokens_total") > hit
-    dying.check_idle()
 
 
 def test_decode_dies(cluster, truth, backend):

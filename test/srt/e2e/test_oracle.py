@@ -37,11 +37,10 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 does not overlap its steps,
-    and decode 3 computes short remainders of prompts, as by default."""
+    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 computes short remainders of
+    prompts, as by default: before a backend takes part."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
-    more = [[FLAG, "--disable-overlap-schedule"], [FLAG, LOCAL, "auto"]]
-    workers = [[FLAG], [], *(more if page == 16 else [])]
+    workers = [[FLAG], [], *([[FLAG, LOCAL, "auto"]] if page == 16 and backend == "nixl" else [])]
     return clusters.get(model, decode=len(workers), decode_args=workers, common_args=args, backend=backend)
 
 
@@ -74,28 +73,21 @@ def test_conversations_without_the_flag(off, truth):
     assert off.tree_tokens() == 0
 
 
-def test_overlap_is_the_default_and_stays_a_choice(cluster, truth, page):
-    """The same answers without it, and one token less of each in the tree: that of the step in flight."""
-    held = []
-    for pair in [Pair(cluster, decode=i) for i in (0, 2) if i < len(cluster.decode_urls)]:
-        info = requests.get(pair.decode_url + "/get_server_info", timeout=30).json()
-        assert info["disable_overlap_schedule"] == (pair.decode == 2)
-        pair.flush()
-        assert conversations(pair) == truth["conversations"]
-        pair.flush()
-        # With the 12 tokens of its answer, this prompt is whole pages.
-        assert len(pair(base_prompt(page)[:-12], 12)["output_ids"]) == 12
-        pair.check_idle()
-        held.append(pair.tree_tokens())
-    base = len(base_prompt(page))
-    assert held == ([base, base - page] if page == 16 else [base])
+def test_overlap_is_the_default_and_keeps_all_of_an_answer(on, page):
+    """Without it the tree has one token less of each: that of the step in flight."""
+    assert not requests.get(on.decode_url + "/get_server_info", timeout=30).json()["disable_overlap_schedule"]
+    on.flush()
+    # With the 12 tokens of its answer, this prompt is whole pages.
+    assert len(on(base_prompt(page)[:-12], 12)["output_ids"]) == 12
+    on.check_idle()
+    assert on.tree_tokens() == len(base_prompt(page))
 
 
 def test_conversations_as_by_default(cluster, truth):
     """Decode computes short remainders itself."""
-    if len(cluster.decode_urls) < 4:
-        pytest.skip("one page size has such a worker")
-    pair = Pair(cluster, decode=3)
+    if len(cluster.decode_urls) < 3:
+        pytest.skip("one page size over one backend has such a worker")
+    pair = Pair(cluster, decode=2)
     pair.flush()
     computed = counter(pair.decode_url, "sglang:decode_computed_tokens_total")
     assert conversations(pair) == truth["conversations"]

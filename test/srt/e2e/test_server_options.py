@@ -1,16 +1,13 @@
 """Switches and choices of the engine's server arguments, on both workers of a pair with the flag: it starts, answers as
-without them, and uses what it holds. With `make test-all`, but for the walk over all of them."""
+without them, and uses what it holds."""
 
 from __future__ import annotations
-
-import argparse
 
 import pytest
 import requests
 from pd import FLAG, Pair, conversations, counter
-from sglang.srt.server_args import ServerArgs
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
 PAGES = ["--page-size", "16", "--chunked-prefill-size", "64"]
 # What is tried together, by what it is about. Options of one group do not touch each other.
@@ -61,64 +58,8 @@ GROUPS: dict[str, list[str]] = {
     ],
     "a key": ["--api-key", "of the workers"],
 }
-# Why the others are not here.
-ELSEWHERE = {
-    "tests of their own": """--enable-custom-logit-processor --enable-metrics --disaggregation-mode --enable-lora
-        --disaggregation-transfer-backend --enable-hierarchical-cache --hicache-write-policy --hicache-storage-backend
-        --disable-radix-cache --enable-dp-attention --enable-multimodal --kv-cache-dtype --enable-pegaflow
-        --pegaflow-allow-non-loopback --enable-memory-saver --enable-trace
-        --disaggregation-decode-enable-radix-cache --disaggregation-enable-decode-radix-cache
-        --disaggregation-decode-verify-pages --speculative-algorithm
-        --disaggregation-decode-admission --load-balance-method --skip-server-warmup --enable-streaming-session
-        --enable-lmcache --enable-hisparse --disaggregation-decode-enable-offload-kvcache --dtype --attention-backend
-        --mamba-scheduler-strategy --lora-target-modules --lora-backend --enable-multi-layer-eagle
-        --lora-eviction-policy --prefill-attention-backend --decode-attention-backend""",
-    "of GPUs, their kernels and links": """--disable-flashinfer-autotune --enable-flashinfer-allreduce-fusion
-        --enforce-disable-flashinfer-allreduce-fusion --enable-aiter-allreduce-fusion --disable-cuda-graph-padding
-        --enable-profile-cuda-graph --enable-cudagraph-gc --enable-layerwise-nvtx-marker --enable-nccl-nvls
-        --enable-symm-mem --disable-flashinfer-cutlass-moe-fp4-allgather --enable-mscclpp --enable-torch-symm-mem
-        --pre-warm-nccl --enable-torch-compile --enable-torch-compile-debug-mode --enforce-piecewise-cuda-graph
-        --triton-attention-reduce-in-fp32 --flashinfer-mla-disable-ragged --enable-attn-tp-input-scattered
-        --enable-fused-qk-norm-rope --enable-fused-moe-sum-all-reduce --enable-pdmux --enable-deterministic-inference
-        --nsa-prefill-backend --nsa-decode-backend --fp8-gemm-backend --fp4-gemm-backend --mamba-backend
-        --linear-attn-backend --linear-attn-decode-backend --linear-attn-prefill-backend --hicache-io-backend
-        --hicache-mem-layout --piecewise-cuda-graph-compiler --flashinfer-mxfp4-moe-precision --max-lora-chunk-size
-        --speculative-attention-mode --enable-lora-overlap-loading --mamba-ssm-dtype --disable-hybrid-swa-memory
-        --enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode --prefill-cp-mode --quantization
-        --enable-prefill-context-parallel --enable-two-batch-overlap --enable-single-batch-overlap
-        --enable-double-sparsity --rl-on-policy-target --quantize-and-serve --enable-draft-weights-cpu-backup
-        --speculative-draft-model-quantization --speculative-draft-load-format --load-format""",
-    "of experts": """--enable-eplb --enable-expert-distribution-metrics --enable-elastic-expert-backup
-        --enable-return-routed-experts --speculative-moe-runner-backend --speculative-moe-a2a-backend --moe-a2a-backend
-        --moe-runner-backend --deepep-mode --elastic-ep-backend --enable-dp-lm-head""",
-    "of images, embeddings and encoders": """--is-embedding --keep-mm-feature-on-device --encoder-only --language-only
-        --enable-adaptive-dispatch-to-encoder --enable-broadcast-mm-inputs-process --mm-enable-dp-encoder
-        --enable-prefix-mm-cache --enable-mm-global-cache --mm-attention-backend --encoder-transfer-backend
-        --enable-precise-embedding-interpolation""",
-    "of other servers, or files that are not there": """--trust-remote-code --grpc-mode --use-ray --enable-ssl-refresh
-        --checkpoint-engine-wait-weights-before-ready --delete-ckpt-after-loading
-        --remote-instance-weight-loader-start-seed-via-transfer-engine --remote-instance-weight-loader-backend""",
-    "of aggregated servers, DP ranks or stages": """--enable-prefill-delayer --enable-dynamic-chunking
-        --hicache-storage-prefetch-policy --speculative-ngram-match-type""",
-}
 
 
-def switches() -> set[str]:
-    """The options of the engine, and of this package, that are on or off, or one of a few."""
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    kinds = (argparse._StoreTrueAction,)
-    return {one.option_strings[0] for one in parser._actions if isinstance(one, kinds) or one.choices}
-
-
-def test_no_switch_is_left_out():
-    tried = {word for options in GROUPS.values() for word in options if word.startswith("--")}
-    named = {word: why for why, words in ELSEWHERE.items() for word in words.split()}
-    assert sorted(switches() - tried - named.keys()) == []
-    assert sorted(named.keys() & tried) == [] and sorted(named.keys() - switches()) == []
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_pair_answers_as_without_them(clusters, model, truth, group, tmp_path, monkeypatch):
     options = [str(tmp_path) if option == "DIRECTORY" else option for option in GROUPS[group]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import end_of_a_run
 import mooncake_master
 import pytest
 import storage_kinds
+import torch
 import zmq
 from hypothesis import HealthCheck, settings
 from mooncake_master import Master
@@ -26,6 +28,16 @@ from sglang.srt import server_args
 
 if TYPE_CHECKING:
     from ranks import Pair
+
+
+# Three of these processes share two cores: threads of one mostly wait for each other.
+torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays, and no collection has to walk the engine and all that it brings."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

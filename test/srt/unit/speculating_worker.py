@@ -1,8 +1,8 @@
 """A real decode worker that speculates, in one process: scheduler, target and draft model, queues, tree, pools.
 
 Stand-in is the wire: what a prefill would send is computed with the worker's own models, as a prefill computes it, and
-copied to the pages that the worker asks for. Started by `test_speculation_model.py` with the arguments of a server, in
-a process of its own; prints what became of each request, as JSON.
+copied to the pages that the worker asks for. A measurement of docs/evidence.md: takes the arguments of a server and
+prints what became of each request, as JSON.
 """
 
 from __future__ import annotations

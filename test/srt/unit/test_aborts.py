@@ -278,21 +278,3 @@ def test_each_dp_rank_of_a_later_stage_reads_what_its_own_first_stage_has_spared
                 received[-1].spared = {f"5{dp}"}
             assert received[-1].spared == {f"5{dp}"}
             sent[2 * stage + dp] = pickle.dumps(received)
-
-
-@pytest.mark.parametrize("longest, looks", [("5", 0), ("50", 1)])
-def test_an_abort_looks_for_longer_rids_only_once_one_has_come(monkeypatch, longest: str, looks: int):
-    looked: list[Any] = []
-    monkeypatch.setattr(scheduler_abort_mixin, "_spared_by_decode", lambda *args: looked.append(args) or [])
-    loop = Loop(size=64, page_size=4, reserved=0, max_reqs=4)
-    for base in Scheduler.__bases__[1:]:
-        monkeypatch.setattr(base, "handle_generate_request", lambda self, req: None, raising=False)
-
-    def between() -> None:
-        for rid in ("5", longest):
-            loop.scheduler.handle_generate_request(SimpleNamespace(rid=rid))
-        loop.scheduler.abort_request(AbortReq(rid="5"))
-        raise LoopEnds
-
-    loop.run(between)
-    assert len(looked) == looks

@@ -60,19 +60,6 @@ def test_a_batch_has_no_more_adapters_than_fit(monkeypatch, running, queue, take
     assert [req.lora_id for req in made.waiting_queue] == list(left)
 
 
-def test_who_has_ended_needs_its_adapter_no_more(monkeypatch):
-    """It may have been unloaded, and the engine's check of a batch does not survive a name that it does not know."""
-    made = scheduler(monkeypatch, "c", "ab")
-    made.running_batch.reqs[0].over = True
-    assert made.get_new_prebuilt_batch() == "c"
-
-
-def test_what_does_not_fit_otherwise_stays_before_it(monkeypatch):
-    made = scheduler(monkeypatch, "acbab", "", room=2)
-    assert made.get_new_prebuilt_batch() == "ac"
-    assert [req.lora_id for req in made.waiting_queue] == ["b", "a", "b"]
-
-
 @pytest.mark.parametrize("most", [0, 1, 32])
 @pytest.mark.parametrize(("start", "late"), [("ab", "c"), ("abab", "cdc"), ("aab", "ccc")])
 def test_adapters_that_run_do_not_keep_others_out_for_ever(monkeypatch, start, late, most):

@@ -11,7 +11,7 @@ from overlapped_loop import VOCABULARY, Loop, LoopEnds, LoopScheduler, next_toke
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.transfer_commit import note_transfer
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
+from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -122,12 +122,6 @@ def test_a_prompt_that_ends_with_an_image_ends_nobody(flag):
     assert len(loop.told[0].output_ids) == 4
 
 
-def test_without_the_flag_penalties_are_as_the_engine_has_them():
-    loop = Penalized(flag=False, size=128).play({1: ([*SHARED, 3], 4)}, 1)
-    first, second, _, _ = loop.told[0].output_ids
-    assert [told for _, told in loop.penalized[:3]] == [[first], [first] * 2, sorted([first, first, second])]
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("answer", [[7], [7, 7, 8], [9, 7, 9, 9, 8]])
 def test_every_penalty_learns_of_an_answer_so_far_what_it_would_have_been_told(overlap, answer):
@@ -210,29 +204,6 @@ def test_the_first_token_counts_as_reasoning(overlap, first, flag):
     assert req.reasoning_tokens == req.output_ids.index(END_OF_THOUGHT) + (1 if flag else 0)
 
 
-def test_a_resumed_request_does_not_count_its_first_token_again():
-    loop, reqs = Thinking(size=48, page_size=4, reserved=0, max_reqs=4), []
-
-    def between() -> None:
-        if loop.iterations == 1:
-            for n in range(3):
-                reqs.append(loop.arrive([40 + 10 * n + i for i in range(8)], max_new=22).req)
-                reqs[-1].require_reasoning = True
-            for decode_req in loop.queue.queue:
-                loop.handshake(decode_req)
-        for decode_req in loop.asked:
-            loop.complete(decode_req, first_token=1)
-        if len(loop.told) == 3:
-            raise LoopEnds
-        assert loop.iterations < 300, "no end"
-
-    loop.run(between)
-    assert any(req.retraction_count for req in reqs)
-    for req in reqs:
-        ends = END_OF_THOUGHT in req.output_ids
-        assert req.reasoning_tokens == (req.output_ids.index(END_OF_THOUGHT) + 1 if ends else 22)
-
-
 # ---- what stays on prefill ----
 
 COUNTERS = SimpleNamespace(committed=lambda *args: None)
@@ -296,12 +267,6 @@ def test_hidden_states_are_their_own_tokens(tokens, said):
     assert req.hidden_states == [[], *([float(n)] for n in range(2, tokens + 1))]
     ret = {"meta_info": {"hidden_states": req.hidden_states}}
     assert process_hidden_states_from_ret(ret, SimpleNamespace(return_hidden_states=True)) == said
-
-
-def test_without_the_flag_nothing_stands_for_what_stays_on_prefill():
-    req = Req("r", "", [1, 2], SamplingParams(), return_logprob=True, token_ids_logprob=[7], return_hidden_states=True)
-    note_transfer(req, COUNTERS)
-    assert req.output_token_ids_logprobs_val == req.output_token_ids_logprobs_idx == req.hidden_states == []
 
 
 # ---- what prefill was not asked for ----
@@ -377,9 +342,3 @@ def test_a_prefill_without_the_package(buffers):
         buffers.__class__ = engine_utils
         written(buffers, 5, told, top=2)
         assert logprobs(read(buffers, 5)) == expected
-
-
-def test_a_warmup_reads_nothing(buffers):
-    """For it nothing is sent, and its buffer is that of the request before."""
-    req = read(buffers, 5, bootstrap_host=FAKE_BOOTSTRAP_HOST)
-    assert req.output_ids == [0] and logprobs(req)[1:] == ([0], [[0.0, 0.0]], [[0, 0]])

@@ -5,8 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +13,6 @@ import torch
 from sglang_pd_radix.supplied import cpu_host
 from sglang_pd_radix.supplied.cpu_host import kernels
 from sglang_pd_radix.supplied.cpu_host.allocator import extend_slots
-
-PACKAGE_ROOT = str(Path(cpu_host.__file__).resolve().parents[3])
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +44,6 @@ def test_the_switch_wins_over_the_driver(monkeypatch, switch, driver, expected):
     assert cpu_host.active() is expected
 
 
-@pytest.mark.parametrize("switch", ["true", "yes", "2", "off"])
-def test_a_switch_that_says_nothing_is_told_of(monkeypatch, caplog, switch):
-    """The engine takes it for no, and starts: so it does here."""
-    monkeypatch.setenv(cpu_host.SWITCH, switch)
-    assert not cpu_host.active()
-    assert f"SGLANG_USE_CPU_ENGINE is '{switch}', which counts as 0: give 1 to run as on a CPU host" in caplog.text
-
-
 @pytest.mark.parametrize("platform, other", [("darwin", False), ("linux", True)])
 def test_other_platforms_and_accelerators_are_left_alone(monkeypatch, platform, other):
     monkeypatch.delenv(cpu_host.SWITCH, raising=False)
@@ -63,14 +51,6 @@ def test_other_platforms_and_accelerators_are_left_alone(monkeypatch, platform, 
     monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: False)
     monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: other)
     assert not cpu_host.active()
-
-
-@pytest.mark.parametrize(
-    "build, other", [("2.9.1", False), ("2.9.1+cu128", False), ("2.9.1+rocm6.4", True), ("2.9.1+xpu", True)]
-)
-def test_other_accelerators_are_told_by_torchs_build(monkeypatch, build, other):
-    monkeypatch.setattr(cpu_host.importlib.metadata, "version", lambda name: build)
-    assert cpu_host.has_other_accelerator() is other
 
 
 def test_install_on_a_cuda_host_leaves_no_trace(monkeypatch):
@@ -83,53 +63,6 @@ def test_install_on_a_cuda_host_leaves_no_trace(monkeypatch):
     finders, environ = list(sys.meta_path), dict(os.environ)
     cpu_host.install()
     assert (sys.meta_path, dict(os.environ), cpu_host._installed) == (finders, environ, False)
-
-
-def _run(code: str, **env: str) -> str:
-    """Run ``code`` in a Python without the loader, so that only what it does itself takes effect."""
-    environ = {
-        k: v for k, v in os.environ.items() if k not in (cpu_host.SWITCH, "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**environ, "SGLANG_PD_RADIX": "0", "PYTHONPATH": PACKAGE_ROOT, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_install_costs_no_heavy_import():
-    out = _run(
-        """
-        import sys
-        from sglang_pd_radix.supplied import cpu_host
-        cpu_host.has_cuda_driver = lambda: False
-        cpu_host.install()
-        cpu_host.install()
-        finders = [f for f in sys.meta_path if isinstance(f, cpu_host.kernels.KernelPlaceholderFinder)]
-        print(len(finders), "torch" in sys.modules)
-        """,
-        SGLANG_USE_CPU_ENGINE="1",
-    )
-    assert out == "1 False"
-
-
-@pytest.mark.parametrize("driver, devices", [(True, ""), (False, "None")])
-def test_a_cpu_engine_on_a_gpu_host_sees_no_gpu(driver, devices):
-    out = _run(
-        f"""
-        import os
-        from sglang_pd_radix.supplied import cpu_host
-        cpu_host.has_cuda_driver = lambda: {driver}
-        cpu_host.install()
-        print(os.environ["SGLANG_USE_CPU_ENGINE"], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        """,
-        SGLANG_USE_CPU_ENGINE="1",
-    )
-    assert out == f"1 {devices}".strip()
 
 
 # -- sgl_kernel ----------------------------------------------------------------------------------------------------
@@ -162,34 +95,6 @@ def test_a_called_op_names_itself_and_the_way_out(placeholder):
 
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.elementwise\.rmsnorm .*needs a CUDA GPU.*torch_native"):
         rmsnorm(torch.ones(1), torch.ones(1))
-
-
-def test_probes_of_the_placeholder_fail_as_on_any_module(placeholder):
-    for name in ("__version__", "_C", "__wrapped__"):
-        assert not hasattr(placeholder, name)
-        assert not hasattr(placeholder.some_op, name)
-    # The engine takes this op's presence for the CPU build of the kernels.
-    assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
-
-
-def test_the_finder_answers_for_nothing_else():
-    finder = cpu_host.kernels.KernelPlaceholderFinder()
-    for name in ("sgl_kernel_npu", "sglang", "torch"):
-        assert finder.find_spec(name) is None
-
-
-@pytest.mark.parametrize(
-    "files, cpu_build", [(["sm90/common_ops.abi3.so"], False), (["common_ops.cpython-311.so"], True), ([], False)]
-)
-def test_the_cpu_build_of_the_kernels_is_recognised(tmp_path, monkeypatch, files, cpu_build):
-    root = tmp_path / "sgl_kernel"
-    root.mkdir()
-    (root / "__init__.py").touch()
-    for file in files:
-        (root / file).parent.mkdir(exist_ok=True)
-        (root / file).touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert cpu_host.kernels.has_cpu_kernels() is cpu_build
 
 
 # -- paged allocator -----------------------------------------------------------------------------------------------
@@ -225,13 +130,6 @@ def test_extend_slots_equals_token_by_token(page_size, dtype):
         as_tensor = lambda values: torch.tensor(values, dtype=dtype)  # noqa: E731
         extend_slots(as_tensor(prefixes), as_tensor(lens), as_tensor(last), torch.tensor(free), out, page_size)
         assert out.tolist() == expected
-
-
-@pytest.mark.parametrize("free", [[], [5]])
-def test_extend_slots_survives_a_pool_that_is_too_small(free):
-    out = torch.empty(40, dtype=torch.int64)
-    lens = torch.tensor([20, 20])
-    extend_slots(lens * 0, lens, lens * 0 - 1, torch.tensor(free, dtype=torch.int64), out, 16)
 
 
 @pytest.fixture(scope="module")
@@ -385,49 +283,6 @@ def test_lora_of_a_batch_is_each_requests_own(monkeypatch):
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "ranks, cpus, expected",
-    [(1, [0, 1], "0,1"), (2, [1, 0], "0|1"), (2, [0, 1, 2, 3, 4], "0,1|2,3,4"), (4, [2, 3], "2|3|2|3")],
-)
-def test_threads_bind_gives_every_rank_a_share(ranks, cpus, expected):
-    assert cpu_host.parallel.threads_bind(ranks, cpus) == expected
-
-
-def test_nixl_calls_host_memory_by_its_name():
-    calls = []
-
-    class Agent:
-        name = "agent"
-
-        def register_memory(self, descs, mem_type=None, backends=()):
-            calls.append(("register", descs, mem_type, backends))
-
-        def get_xfer_descs(self, descs, mem_type=None, sort=False):
-            calls.append(("xfer", descs, mem_type, sort))
-
-    class Manager:
-        def __init__(self):
-            self.agent = Agent()
-
-        def register_buffer_to_engine(self):
-            self.agent.register_memory([1], "VRAM")
-            self.agent.register_memory([2], "DRAM", backends=("UCX",))
-            self.agent.get_xfer_descs([3], "VRAM")
-            self.agent.get_xfer_descs([4])
-
-    module = SimpleNamespace(NixlKVManager=Manager)
-    cpu_host.nixl._patch_nixl(module)
-    manager = module.NixlKVManager()
-    manager.register_buffer_to_engine()
-    assert manager.agent.name == "agent"
-    assert calls == [
-        ("register", [1], "DRAM", ()),
-        ("register", [2], "DRAM", ("UCX",)),
-        ("xfer", [3], "DRAM", False),
-        ("xfer", [4], None, False),
-    ]
-
-
 IDLE_AGENT = """
 import resource, time
 from sglang_pd_radix.supplied import cpu_host
@@ -449,31 +304,6 @@ def test_an_idle_nixl_agent_leaves_the_cores_alone():
     assert float(shown.stdout.split()[-1]) < 0.2, shown
 
 
-def test_groups_are_made_without_nccl():
-    class GroupCoordinator:
-        def __init__(self, ranks, use_pynccl, use_custom_allreduce, name=None):
-            self.got = (ranks, use_pynccl, use_custom_allreduce, name)
-
-        def _all_gather_into_tensor(self, output, input):
-            return "gathered"
-
-        def _reduce_scatter_tensor(self, output, input):
-            return "scattered"
-
-    module = SimpleNamespace(GroupCoordinator=GroupCoordinator)
-    cpu_host.parallel._patch_parallel_state(module)
-    assert module.GroupCoordinator([0, 1], True, use_custom_allreduce=True, name="tp").got == (
-        [0, 1],
-        False,
-        False,
-        "tp",
-    )
-    # Not by way of the ops that exist for CUDA only.
-    group = module.GroupCoordinator([0], True, True)
-    assert group.all_gather_into_tensor(None, None) == "gathered"
-    assert group.reduce_scatter_tensor(None, None) == "scattered"
-
-
 @pytest.mark.parametrize("offset, rows", [(0, 3), (2, 3), (4, 0), (5, 1)])
 def test_rows_are_copied_to_and_from_all_ranks_rows(offset, rows):
     """What the engine's Triton kernel does; the tensor of one rank may be longer than what there is to copy."""
@@ -484,24 +314,6 @@ def test_rows_are_copied_to_and_from_all_ranks_rows(offset, rows):
     put = everybody.clone()
     cpu_host.dp_attention.copy_rows(put, own, 0, torch.tensor(offset), torch.tensor(rows), False)
     assert torch.equal(put, torch.cat([everybody[:offset], own[:rows], everybody[offset + rows :]]))
-
-
-def test_pinned_memory_is_not_asked_for():
-    module = SimpleNamespace(torch=torch)
-    cpu_host.dp_attention._patch_forward_batch(module)
-    assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
-    assert module.torch.cat is torch.cat and module.torch.int64 is torch.int64
-
-
-def test_pipeline_stages_have_streams_and_events():
-    from sglang.srt.managers import scheduler_pp_mixin
-
-    cuda = scheduler_pp_mixin.torch.cuda
-    event = cuda.Event()
-    event.record(cuda.current_stream())
-    cuda.current_stream().wait_event(event)
-    event.synchronize()
-    assert scheduler_pp_mixin.torch.zeros is torch.zeros and torch.cuda is not cuda
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -532,12 +344,6 @@ def test_an_idle_scheduler_rests_until_a_message_or_a_peer(pending, waits, in_st
     scheduler.self_check_during_idle()
 
 
-def test_every_hook_names_a_module_of_the_engine():
-    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]).parent
-    for name in (name for part in cpu_host.PARTS for name in part.HOOKS):
-        assert (root / f"{name.replace('.', '/')}.py").is_file(), name
-
-
 @pytest.mark.parametrize("device, backend, expected", [("cpu", None, "torch_batched"), ("cpu", "triton", "triton")])
 def test_options_left_open_become_those_that_run_here(monkeypatch, device, backend, expected):
     class ServerArgs:
@@ -557,33 +363,3 @@ def test_options_left_open_become_those_that_run_here(monkeypatch, device, backe
     assert (args.handled, args.attention_backend, args.disable_overlap_schedule) == (True, expected, False)
     # Compiled only for those who ask for it.
     assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if args.enable_torch_compile else "1")
-
-
-def test_a_switch_of_attention_that_says_neither_is_refused_with_the_options(monkeypatch):
-    module = SimpleNamespace(ServerArgs=type("ServerArgs", (), {"_handle_cpu_backends": lambda self: None}))
-    cpu_host.options._patch_server_args(module)
-    args = module.ServerArgs()
-    args.device, args.attention_backend, args.speculative_algorithm = "cpu", "torch_batched", None
-    monkeypatch.setenv("SGLANG_CPU_SHARED_PREFIX_ATTENTION", "off")
-    with pytest.raises(ValueError, match="SGLANG_CPU_SHARED_PREFIX_ATTENTION is 'off': give 1"):
-        args._handle_cpu_backends()
-
-
-def test_rope_that_is_not_deepseeks_gets_the_general_form():
-    def get_rope_cpu(head_size, base, rope_scaling=None, device=None):
-        return "cpu", head_size, base, rope_scaling["rope_type"], device
-
-    def get_rope(head_size, base, rope_scaling=None):
-        return "general", head_size, base, rope_scaling
-
-    module = SimpleNamespace(get_rope_cpu=get_rope_cpu, get_rope=get_rope)
-    cpu_host.mla._patch_rope(module)
-    yarn = {"rope_type": "deepseek_yarn"}
-    assert module.get_rope_cpu(32, 1e4, yarn, "cpu") == ("cpu", 32, 1e4, "deepseek_yarn", "cpu")
-    assert module.get_rope_cpu(32, base=1e4, device="cpu") == ("general", 32, 1e4, None)
-    assert module.get_rope_cpu(32, 1e4, {"rope_type": "default"}, "cpu") == (
-        "general",
-        32,
-        1e4,
-        {"rope_type": "default"},
-    )

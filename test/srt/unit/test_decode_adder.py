@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from decode_world import World, aborted
-from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
@@ -56,32 +54,12 @@ def test_requests_are_added_until_one_does_not_fit():
     assert step.adder.overtaken() == 0
 
 
-def test_what_is_reserved_for_the_next_steps_is_kept_up():
-    step = Step()
-    assert step.add(0, 50) is Added.YES
-    # 50 are left, and 4 of them are for the next steps of the first.
-    assert step.add(1, 47) is Added.NO_MEMORY and step.add(1, 46) is Added.YES
-
-
-def test_memory_is_kept_for_who_follows():
-    step = Step()
-    step.adder.wait(lambda: Memory(30))
-    assert step.adder.promised == Memory(30)
-    assert step.add(1, 71) is Added.NO_MEMORY and step.add(1, 70) is Added.YES
-
-
 def test_no_more_than_half_of_what_is_free_is_kept_for_those_who_follow():
     """Their prefill may stand still, and that of the next be idle."""
     step = Step()
     for _ in range(80):
         step.adder.wait(lambda: Memory(30))
     assert step.add(1, 51) is Added.NO_MEMORY and step.add(1, 50) is Added.YES
-
-
-def test_no_row_or_buffer_is_left():
-    step = Step(room=1)
-    assert [step.add(0, 1), step.add(1, 1)] == [Added.YES, Added.NO_ROOM]
-    assert Step(room=0).add(0, 1) is Added.NO_ROOM
 
 
 def test_nobody_is_overtaken_more_often_than_the_bound():
@@ -100,20 +78,6 @@ def test_an_eviction_beyond_what_nobody_waits_for_ends_the_step_of_several_ranks
     assert Step(available=9).add(0, 10) is Added.YES
 
 
-def test_windows_of_those_added_are_kept():
-    """Of 100: what they take now, what each will grow by, and what the neediest takes to its end."""
-    step = Step()
-    assert [step.add(n, 1, window=WindowNeed(20, 24, 30)) for n in (0, 1)] == [Added.YES, Added.YES]
-    # 60 are left, of which the first two will take 8, or one of them 10 when nobody else can be retracted.
-    assert step.add(2, 1, window=WindowNeed(40, 40, 51)) is Added.NO_MEMORY
-    assert step.add(2, 1, window=WindowNeed(40, 40, 50)) is Added.YES
-    assert step.add(3, 1, window=WindowNeed(10, 10, 11)) is Added.NO_MEMORY
-    assert step.add(3, 1, window=WindowNeed(10, 10, 10)) is Added.YES
-
-
-# ---- phases ----
-
-
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Phase]]:
     """By request, the phases into which it has come."""
@@ -129,29 +93,6 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Phase]]:
     return seen
 
 
-ASKED = [Phase.HANDSHAKE, Phase.READY, Phase.ADMITTED, Phase.ASKED]
-
-
-def test_the_phases_of_a_request(phases: dict[str, list[Phase]]):
-    world = World()
-    fine, fails, refused = queue(world, tokens(1, 9), tokens(2, 9), tokens(3, 9))
-    refused.kv_receiver.abort()
-    assert fine.phase is Phase.HANDSHAKE and fine.entry is None
-    world.step()
-    assert refused not in world.queue.queue and aborted(refused.req)
-    world.complete(fine)
-    fails.kv_receiver.abort()
-    world.step()
-    fails.kv_receiver.quiet = True
-    world.step()
-    assert phases == {
-        fine.req.rid: [*ASKED, Phase.COMMITTED],
-        fails.req.rid: [*ASKED, Phase.QUARANTINED, Phase.RELEASED],
-        refused.req.rid: [Phase.HANDSHAKE, Phase.RELEASED],
-    }
-    world.check()
-
-
 def test_an_admission_that_fails_asks_nobody(phases: dict[str, list[Phase]], monkeypatch: pytest.MonkeyPatch):
     world = World()
     (one,) = queue(world, tokens(1, 9))
@@ -165,26 +106,7 @@ def test_an_admission_that_fails_asks_nobody(phases: dict[str, list[Phase]], mon
     world.check()
 
 
-def test_prefill_is_asked_when_the_step_in_flight_is_over(phases: dict[str, list[Phase]]):
-    """Every request takes the pages of the one before, which a step still writes to when it has ended."""
-    loop = Loop(size=16, page_size=4, reserved=0)
-    made: list[DecodeRequest] = []
-
-    def between() -> None:
-        if len(made) < 6 and not loop.queue.queue:
-            made.append(loop.arrive([1, 2, 1, 2, 1 + len(made) % 2], max_new=4))
-            loop.handshake(made[-1])
-        for decode_req in loop.asked:
-            if decode_req.kv_receiver.state != KVPoll.Success:
-                loop.complete(decode_req)
-        if len(made) == 6 and loop.idle() and loop.in_flight is None:
-            raise LoopEnds
-        assert loop.iterations < 200
-
-    loop.run(between)
-    ways = [phases[decode_req.req.rid] for decode_req in made]
-    deferred = [*ASKED[:-1], Phase.DEFERRED, Phase.ASKED, Phase.COMMITTED]
-    assert all(way in (deferred, [*ASKED, Phase.COMMITTED]) for way in ways) and deferred in ways
+# ---- phases ----
 
 
 def test_one_whose_pages_cannot_be_found_costs_nobody_else_its_answer(monkeypatch):

@@ -14,7 +14,6 @@ from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.decode_resume import Resumption
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -22,9 +21,7 @@ from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
-from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -61,32 +58,6 @@ def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
 
 
 @pytest.mark.parametrize("page_size", [1, PAGE])
-def test_a_match_ends_where_the_window_begins(page_size):
-    """So the window is in the delta, in both pools, also when the tree holds all of the prompt."""
-    world, prompt = world_of(page_size), tokens(1, 60)
-    serve_to_end(world, prompt)
-    for length in (60, 48, 33, 13, 12, 5):
-        req = serve(world, prompt[:length]).req
-        start = world.window_start(length)
-        assert req.decode_prefix_len == start == req.swa_evicted_seqlen
-        world.finish(req)
-        world.check()
-        # All of it is shared again, and nothing of it twice.
-        assert world.tree.peek(prompt, None).length == 60 // page_size * page_size
-        assert world.tree.evictable_size() == 60 // page_size * page_size
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
-def test_a_prefill_that_takes_no_prefix_brings_the_window_too(page_size):
-    world, prompt = world_of(page_size), tokens(1, 40)
-    serve_to_end(world, prompt)
-    req = serve(world, prompt, peer_takes_prefix=False).req
-    assert req.decode_prefix_len == 0
-    world.finish(req)
-    world.check()
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
 def test_followers_have_windows_of_their_own(page_size):
     """They wait for what the leader's commit will share, which is not all that it brings."""
     world, shared = world_of(page_size), tokens(1, 44)
@@ -111,57 +82,7 @@ def test_followers_have_windows_of_their_own(page_size):
         world.check()
 
 
-def test_a_prompt_within_one_window_shares_nothing_before_it_has_ended():
-    world, prompt = world_of(), tokens(1, WINDOW)
-    first = serve(world, prompt).req
-    second = serve(world, prompt).req
-    assert second.decode_prefix_len == 0 and world.tree.total_size() == 0
-    world.finish(first)
-    world.finish(second)
-    assert world.tree.total_size() == WINDOW
-    world.check()
-    assert serve(world, prompt + tokens(2, 9)).req.decode_prefix_len == 8
-
-
 # ---- retraction ----
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
-@pytest.mark.parametrize("lost", ["nothing", "the tree", "a part of it"])
-def test_a_retracted_request_comes_back_with_its_window(page_size, lost):
-    """With the rest of its KV as far as the tree has lost it: the engine's saved form could not be cut."""
-    world, prompt = world_of(page_size), tokens(1, 50)
-    serve_to_end(world, prompt)
-    req = serve(world, prompt + tokens(2, 9), max_new=30).req
-    for _ in range(17):
-        world.decode()
-    world.retract(req)
-    world.check()
-    assert world.tree.windows.available_size() == 96
-    world.tree.evict_shortfall({"nothing": 0, "a part of it": 20, "the tree": 200}[lost])
-    held = world.tree.peek(prompt, None).length
-    assert (held == 0) == (lost == "the tree") and (held >= 48) == (lost == "nothing")
-    world.step()
-    assert req in world.running and req.window_cpu is None
-    assert req.decode_prefix_len == min(held, world.window_start(req.seqlen - 1))
-    world.check()
-    for _ in range(5):
-        world.decode()
-        world.check()
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
-def test_a_retracted_request_is_kept_the_window_that_its_resume_takes(page_size):
-    """To the token: of the last one that it has generated there is no KV."""
-    world = world_of(page_size)
-    req = serve(world, tokens(1, 50), max_new=40).req
-    for _ in range(2 * PAGE):
-        world.decode()
-        world.retract(req)
-        resumed = world.queue.accounts.plan(req, (req.origin_input_ids + req.output_ids)[:-1], NOTHING)
-        assert world.queue._budget().windows.tokens(0) == resumed.window.soon
-        world.step()
-        assert req in world.running
 
 
 # ---- the window pool ----
@@ -221,19 +142,6 @@ def test_a_request_in_transfer_will_be_able_to_finish():
         assert not world.queue.retracted_queue
     # The other comes when what is left of this one's window will do, and stays in transfer.
     assert len(short.req.output_ids) == 60 and other.kv_receiver.asked
-
-
-def test_windows_are_kept_for_who_waits_for_a_transfer():
-    world = world_of(pool=36, reserved=0)
-    leader, follower, other = world.arrive(tokens(1, 44)), world.arrive(tokens(1, 44)), world.arrive(tokens(2, 30))
-    for decode_req in (leader, follower, other):
-        world.handshake(decode_req)
-    world.step()
-    assert leader.kv_receiver.asked and follower.entry.coming and not other.kv_receiver.asked
-    world.complete(leader)
-    world.step()
-    assert follower.kv_receiver.asked and not other.kv_receiver.asked
-    world.check()
 
 
 def test_what_lies_behind_windows_is_freed_before_anybody_waits():
@@ -410,36 +318,6 @@ def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
             world.check()
 
 
-def test_a_step_looks_at_each_request_once(monkeypatch: pytest.MonkeyPatch):
-    """A burst beside many that live would take as many looks as the product of both."""
-    world = world_of(size=2048, pool=1024, max_reqs=48, reserved=4)
-    for n in range(12):
-        serve(world, tokens(1 + n, 16), max_new=40)
-    queue(world, *(tokens(100 + n, 16) for n in range(20)), max_new=8)
-    need, looks = Windows.need, []
-    monkeypatch.setattr(Windows, "need", lambda rule, *figures: looks.append(figures) or need(rule, *figures))
-    world.step()
-    assert len(world.transfer.queue) == 20 and len(looks) == 12 + 20
-
-
-def test_a_resume_looks_at_each_that_runs_once(monkeypatch: pytest.MonkeyPatch):
-    """However many come back in a step."""
-    world = world_of(page_size=1, size=2048, pool=512, max_reqs=48, reserved=0)
-    reqs = [serve(world, tokens(1 + n, 16), max_new=40).req for n in range(20)]
-    for _ in range(WINDOW - 1):
-        world.decode()
-    for req in reqs[12:]:
-        world.retract(req)
-    # So little is free that what lies behind windows is needed.
-    taken = world.tree.windows.pool.alloc(world.tree.windows.available_size() - 3 * WINDOW)
-    behind, looks = WindowSlots.behind, []
-    monkeypatch.setattr(WindowSlots, "behind", lambda slots, req: looks.append(req) or behind(slots, req))
-    world.step()
-    assert [req for req in reqs if req in world.running] == reqs and len(looks) == 12
-    world.tree.windows.pool.free(taken)
-    world.check()
-
-
 # ---- failures ----
 
 
@@ -548,26 +426,6 @@ def world_params(world: World):
         token_to_kv_pool_allocator=world.allocator,
         page_size=world.page_size,
     )
-
-
-def test_pools_of_both_kinds_are_reported(monkeypatch):
-    world = world_of()
-    scheduler = object.__new__(Scheduler)
-    scheduler.tree_cache, scheduler.token_to_kv_pool_allocator = world.tree, world.allocator
-    scheduler.req_to_token_pool, scheduler.max_total_num_tokens = world.pool, 256
-    scheduler.server_args = SimpleNamespace(dp_size=1)
-    # It has no queues whose requests could be counted.
-    scheduler.disaggregation_mode = DisaggregationMode.NULL
-    monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: True)
-    monkeypatch.setattr(Scheduler, "kv_manager", lambda self: None)
-    req = serve(world, tokens(1, 60)).req
-    state = scheduler.kv_pool_state()
-    assert (state["available"], state["window_size"], state["window_available"]) == (256 - 60, 96, 96 - WINDOW)
-    # It is not idle, whatever the stand-in says.
-    assert any("no request" in line for line in state["audit"])
-    world.finish(req)
-    state = scheduler.kv_pool_state()
-    assert state["available"] + state["evictable"] == 256 and state["window_available"] == 96 and state["audit"] == []
 
 
 @pytest.mark.parametrize("prefix_len", [0, 12, 24, 28])

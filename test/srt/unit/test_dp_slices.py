@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_policy import Bucket, Policy
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.local_steps import pick, who_wait
-from sglang.srt.disaggregation.step_time import MOST_DRIFT, OtherRanks
+from sglang.srt.disaggregation.step_time import MOST_DRIFT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 
@@ -61,19 +61,6 @@ def test_who_decodes_on_another_rank_is_waited_for_as_here():
     assert elsewhere.next_step() == Policy.of("auto").step
 
 
-def test_what_is_told_of_a_step():
-    ranks = OtherRanks()
-    ranks.note_step(step(3, None))
-    assert ranks.decoding == 0, "one that steps alone"
-    ranks.note_step(step(3, [3, 7]))
-    assert ranks.decoding == 7
-    # Tokens of prompts.
-    ranks.note_step(step(3, [3, 2048], prompts=True))
-    assert ranks.decoding == 7
-    ranks.note_step(step(3, [3, 0]))
-    assert ranks.decoding == 3
-
-
 def test_prompts_are_no_requests_of_a_step():
     """Neither the gate nor the pace takes a step for as long as another rank's prompts made it; clients wait for it."""
     gates, paces = [], []
@@ -111,14 +98,6 @@ def test_ranks_that_step_together_share_what_the_others_lose():
         bucket.spend(3)
         waits.append(bucket.wait(1, 16))
     assert waits[1] == pytest.approx(4 * waits[0], abs=4)
-
-
-def test_a_rank_that_decodes_nothing_measures_what_it_waits_for():
-    pace, now = Bucket(lambda: 0.2), 0.0
-    for _ in range(40):
-        now += 0.02
-        pace.note_step(step(0, [0, 8]), now=now)
-    assert pace.own()[1] == pytest.approx(10_000, rel=0.01)
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 # A bootstrap server's thread, as the engine makes it, and a library that is still there when it wakes up.
 LEFT = """
 import ctypes, multiprocessing, tempfile, threading, time
@@ -28,21 +26,19 @@ def test_it():
     assert serving.wait(60)
     libc = ctypes.CDLL(None)
     libc.on_exit(ctypes.cast(libc.pause, ctypes.c_void_p), 0)
-    assert {holds}
+    assert False
 
 serving = threading.Event()
 """
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_a_thread_that_wakes_up_too_late_changes_no_verdict(holds: bool, tmp_path: Path) -> None:
+def test_a_thread_that_wakes_up_too_late_changes_no_verdict(tmp_path: Path) -> None:
     """And all else that is done at the end is done: no directory is left, and no child that keeps the output open."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    (tmp_path / "test_left.py").write_text(LEFT.format(holds=holds, folder=str(folder)))
+    (tmp_path / "test_left.py").write_text(LEFT.format(folder=str(folder)))
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=80)
-    assert ("1 passed" if holds else "1 failed") in done.stdout
-    assert done.returncode == (0 if holds else 1), done.stderr[-2000:]
+    assert "1 failed" in done.stdout and done.returncode == 1, done.stderr[-2000:]
     assert not list(folder.iterdir())

@@ -53,10 +53,6 @@ def test_the_options_that_are_read_are_those_that_the_engine_takes():
         assert declared.get("type") in (None, str, real[name].type), name
 
 
-def test_a_switch_that_can_be_turned_off_has_both_names():
-    engine_options.check(["--no-experts-shared-outer-loras", "--experts-shared-outer-loras"], "x")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

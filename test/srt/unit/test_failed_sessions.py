@@ -29,20 +29,10 @@ def world() -> World:
     return made
 
 
-def test_what_never_failed_is_not_in_it(world):
-    assert "a" not in world.sessions
-
-
 def test_after_a_pause_all_are_tried(world):
     """Also the second chunk of a prompt, whatever came of the first."""
     world.sessions.add("a")
     assert world.tries(1.5) == [1.0, 1.1, 1.2, 1.3, 1.4]
-
-
-def test_failures_that_come_together_count_once(world):
-    for _ in range(5):
-        world.sessions.add("a")
-    assert world.tries(1.5)[:1] == [1.0]
 
 
 def test_each_failure_soon_after_a_pause_doubles_the_next(world):

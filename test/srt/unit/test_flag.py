@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,19 +35,6 @@ def test_decode_keeps_its_radix_cache_with_the_flag(parse, name):
     args.check_server_args()
     assert args.disaggregation_decode_enable_radix_cache
     assert not args.disable_radix_cache
-
-
-@pytest.mark.parametrize("options", [[], [*DECODE, FLAG], ["--disaggregation-mode", "prefill"]])
-def test_a_worker_can_import_all_in_the_order_of_its_start(tmp_path, options):
-    """Options are checked before the server is imported, and tests have imported all of it by then."""
-    model = make_model(tmp_path / "m")
-    start = (
-        "import sys; from sglang.srt.server_args import prepare_server_args; prepare_server_args(sys.argv[1:]);"
-        "import sglang.srt.entrypoints.http_server"
-    )
-    command = [sys.executable, "-c", start, "--model-path", str(model), "--device", "cpu", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])
@@ -112,12 +97,6 @@ def test_a_target_is_a_time_and_needs_the_flag(parse, name):
         parse(*DECODE, option, "10")
 
 
-def test_decode_has_none_without_the_flag(parse):
-    args = parse(*DECODE)
-    assert not args.disaggregation_decode_enable_radix_cache
-    assert args.disable_radix_cache
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -178,13 +157,6 @@ def test_dp_ranks_may_be_chosen_by_prefix(parse):
         with pytest.raises(ValueError, match="longest_prefix") as refused:
             parse(*options, *ranks, "--load-balance-method", "longest_prefix")
         assert FLAG in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_DISAGG_STAGING_BUFFER"])
-def test_an_environment_switch_is_refused_too(parse, monkeypatch, name):
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match=name):
-        parse(*DECODE, FLAG)
 
 
 @pytest.fixture(scope="module")
@@ -300,12 +272,6 @@ def test_what_turns_the_radix_cache_off_is_told(parse, tmp_path, options):
     with pytest.raises(ValueError, match=f"{option} needs .* deterministic inference with --attention-backend flash"):
         args.check_server_args()
     parse(*options, "--enable-deterministic-inference", "--attention-backend", "triton").check_server_args()
-
-
-def test_pegaflow_needs_a_radix_cache_too(parse):
-    args = parse("--enable-pegaflow", "--enable-deterministic-inference", "--attention-backend", "flashinfer")
-    with pytest.raises(ValueError, match="--enable-pegaflow needs the radix cache, .* for deterministic inference"):
-        args.check_server_args()
 
 
 def test_a_tree_that_keeps_nothing_is_refused():

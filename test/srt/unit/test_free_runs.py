@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
 from sglang.srt.disaggregation.decode_prefix import count_runs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.free_watermark import WATERMARK, WATERMARK_LEAVES, watermark_part
+from sglang.srt.mem_cache.free_watermark import WATERMARK, watermark_part
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
@@ -71,19 +71,6 @@ def test_long_runs_for_the_delta_short_ones_for_decode_steps(page_size: int) -> 
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_short_runs_are_left_alone_when_as_many_pages_have_been_freed(page_size: int) -> None:
-    allocator = make(page_size, 20)
-    allocator.long_runs_last = True
-    allocator.alloc(20 * page_size)
-    allocator.free(slots_of([2, 4, 6], page_size))
-    assert allocator.alloc_long_runs(0).numel() == 0
-    allocator.free(slots_of([10, 11], page_size))
-    assert allocator.alloc_long_runs(page_size).tolist() == slots_of([6], page_size).tolist()
-    assert allocator.alloc_long_runs(2 * page_size).tolist() == slots_of([10, 11], page_size).tolist()
-    assert allocator.alloc(2 * page_size).tolist() == slots_of([2, 4], page_size).tolist()
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
 def test_without_the_tree_the_order_is_the_engines(page_size: int) -> None:
     allocator = make(page_size, 10)
     allocator.alloc(10 * page_size)
@@ -125,27 +112,6 @@ def test_the_watermark_is_a_part_of_the_pool(monkeypatch: pytest.MonkeyPatch, te
     assert world.allocator.available_size() == world.tree.watermark == watermark
 
 
-def test_the_watermark_is_reached_a_few_leaves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WATERMARK, "0.06")
-    world = World(size=640, page_size=4, watermark=None)
-    assert world.tree.watermark == 36  # 38.4 tokens in whole pages
-    fill(world, 4, 160)
-    world.step()
-    assert world.allocator.available_size() == 36
-    assert world.tree.peek([1] * 160, None).length == 124, "the oldest leaf keeps its head"
-    world.step()
-    assert world.allocator.available_size() == 36
-    assert world.tree.audit([]) == []
-
-    small = World(size=WATERMARK_LEAVES * 400, page_size=4, watermark=None)
-    fill(small, WATERMARK_LEAVES * 100, 4)
-    small.step()
-    assert small.allocator.available_size() == 4 * WATERMARK_LEAVES < small.tree.watermark
-    for _ in range(6):
-        small.step()
-    assert small.allocator.available_size() == small.tree.watermark
-
-
 def test_watermark_leaves_alone_what_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WATERMARK, "0.5")
     world = World(size=640, page_size=4, watermark=None)
@@ -174,10 +140,6 @@ def test_ranks_of_several_nodes_keep_the_same_part_free(pair: Pair, parts: tuple
     assert WATERMARK in told and f" {kept} " in told
 
 
-def test_ranks_with_the_same_part_say_nothing(pair: Pair) -> None:
-    assert pair.run(started_with, ("0.25", "0.25")) == [(128, []), (128, [])]
-
-
 @pytest.mark.parametrize("text", ["much", "-0.1", "0.6", "nan"])
 def test_a_watermark_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(WATERMARK, text)
@@ -203,21 +165,3 @@ def test_runs_are_counted_as_the_engine_groups_them(sources: list[int], targets:
     assert count_runs(source, target) == expected
     length = min(len(source), len(target))
     assert len(group_concurrent_contiguous(source[:length], target[:length])[0]) == expected
-
-
-def test_the_watermark_is_not_kept_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode step takes a page now and then; each eviction costs about as much as one of many pages."""
-    monkeypatch.delenv(WATERMARK, raising=False)
-    world = World(size=6400, page_size=4, watermark=None)
-    world.tree.insert(InsertParams(key=RadixKey(list(range(6400)), None), value=torch.arange(4, 6404)))
-    world.allocator.free_pages = world.allocator.free_pages[:0]
-    world.tree.evict_to_watermark()
-    assert world.allocator.available_size() == world.tree.watermark == 400
-    evictions: list[int] = []
-    watched = type(world.tree).evict_to_watermark.__globals__
-    evict = watched["evict_leaves"]
-    monkeypatch.setitem(watched, "evict_leaves", lambda tree, n, **how: evictions.append(n) or evict(tree, n, **how))
-    for _ in range(40):
-        assert world.allocator.alloc(4) is not None
-        world.tree.evict_to_watermark()
-    assert evictions == [52, 52, 52]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from threading import Barrier, Timer
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -45,12 +45,6 @@ def test_it_is_let_go_of_and_nobody_else(gateway, caplog):
     assert gateway.answers["/workers"]["workers"][0]["status"] == "draining"
 
 
-def test_a_name_is_as_good_as_an_address(gateway):
-    gateway.answers["/workers"]["workers"][0]["url"] = f"http://localhost:{PORT}"
-    gateway_notice.leave(gateway.url, "decode", PORT, {"127.0.0.1"})
-    assert gateway.let_go == ["/workers/here"]
-
-
 def test_all_of_its_ranks_are_let_go_of(gateway):
     """With --dp-aware a gateway has each DP rank as a worker: the digits behind the last @ are its number."""
     listed = gateway.answers["/workers"]["workers"]
@@ -68,15 +62,6 @@ def test_all_of_its_ranks_are_let_go_of(gateway):
     gateway.on_delete = let_go
     gateway_notice.leave(gateway.url, "decode", PORT, {"127.0.0.1"})
     assert gateway.let_go == ["/workers/here", "/workers/more"]
-
-
-@pytest.mark.parametrize(
-    "role, port, said",
-    [("decode", 9, "it knows no decode worker at port 9"), ("encode", PORT, "it knows no encode worker")],
-)
-def test_one_that_nobody_knows(gateway, caplog, role, port, said):
-    gateway_notice.leave_all([gateway.url], role, "127.0.0.1", port)
-    assert said in caplog.text and not gateway.let_go
 
 
 def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
@@ -99,16 +84,6 @@ def test_a_gateway_that_asks_for_a_key(gateway, monkeypatch, of_tools, of_worker
     key = gateway_notice.key_for(SimpleNamespace(api_key=of_worker))
     gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT, key)
     assert gateway.let_go == ["/workers/here"]
-
-
-@pytest.mark.parametrize("key", [None, "another"])
-def test_a_gateway_that_asks_for_another_key(gateway, caplog, key):
-    gateway.key = "the key"
-    gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT, key)
-    assert "HTTP 401: it asks for a key, which --api-key or SGLANG_PD_RADIX_API_KEY of this worker" in caplog.text
-    gateway.key, gateway.on_delete = None, lambda path: 401
-    gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT, key)
-    assert caplog.text.count("HTTP 401: it asks for a key") == 2 and "another" not in caplog.text
 
 
 def test_a_gateway_behind_a_forwarded_port_loses_no_neighbour(gateway, monkeypatch):
@@ -160,15 +135,6 @@ def test_who_listens_at_all_addresses_is_known_by_any(gateway, interfaces, host,
     assert gateway.let_go == (["/workers/here"] if found else [])
 
 
-@pytest.mark.parametrize("own", ["192.0.2.9", "9.9.9.6"])
-def test_a_gateway_of_another_host_loses_no_neighbour_at_a_loopback_address(gateway, interfaces, monkeypatch, own):
-    monkeypatch.setattr(gateway_notice, "_is_here", lambda url: False)
-    listed = gateway.answers["/workers"]["workers"]
-    listed[0]["url"], listed[3]["url"] = f"http://{own}:{PORT}", f"http://127.0.0.1:{PORT}"
-    gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
-    assert gateway.let_go == ["/workers/here"]
-
-
 @pytest.mark.parametrize("own, found", [("192.0.2.9", ["/workers/here"]), ("203.0.113.7", [])])
 def test_a_bridge_that_many_hosts_have_leads_to_no_neighbour(gateway, interfaces, monkeypatch, own, found):
     """A container of another host's, by that host's gateway: docker0 has the same address everywhere."""
@@ -177,49 +143,6 @@ def test_a_bridge_that_many_hosts_have_leads_to_no_neighbour(gateway, interfaces
     listed[0]["url"], listed[3]["url"] = f"http://{own}:{PORT}", f"http://172.17.0.1:{PORT}"
     gateway_notice.leave_all([gateway.url], "decode", "0.0.0.0", PORT)
     assert gateway.let_go == found
-
-
-def test_a_link_local_address_has_the_scope_of_its_interface(interfaces, monkeypatch):
-    """Another link may have the same address."""
-    really, of_link = gateway_notice.socket.getaddrinfo, {"fe80::6%eth1": 6, "fe80::6%eth2": 7}
-
-    def getaddrinfo(host, port):
-        return [(0, 0, 0, "", ("fe80::6", 0, 0, of_link[host]))] if host in of_link else really(host, port)
-
-    name = {6: "fe80::6%eth1", 7: "fe80::6%eth2"}
-    monkeypatch.setattr(gateway_notice.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(gateway_notice.socket, "getnameinfo", lambda at, flags: (name.get(at[-1], at[0]), ""))
-    assert gateway_notice._is_here("http://[fe80::6%eth1]:1") and not gateway_notice._is_here("http://[fe80::6%eth2]:1")
-    # What the interface is called on the gateway's host says nothing here.
-    assert gateway_notice.own_addresses("fe80::6%eth1") == {"fe80::6", "192.0.2.9"}
-    assert gateway_notice._is_at(f"http://[fe80::6%eno7]:{PORT}", PORT, {"fe80::6"})
-
-
-def test_which_gateways_are_on_this_host(monkeypatch):
-    assert gateway_notice._is_here("http://127.0.0.1:30002") and gateway_notice._is_here("http://[::1]:30002")
-    assert not gateway_notice._is_here("http://192.0.2.7:30002")
-    assert not gateway_notice._is_here("http://no-such-host.invalid:30002")
-    of_name = {"own": {"10.0.0.5", "fe80::1%eth0"}, "both": {"10.0.0.5", "10.0.0.6"}}
-    monkeypatch.setattr(gateway_notice, "_addresses", of_name.__getitem__)
-    found = {"eth0": [SimpleNamespace(address="10.0.0.5"), SimpleNamespace(address="fe80::1%eth0")]}
-    monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: found)
-    assert gateway_notice._is_here("http://own:1") and not gateway_notice._is_here("http://both:1")
-
-
-def test_all_are_told_at_once(monkeypatch):
-    """Each may take its time, and a supervisor does not wait for the sum of them."""
-    together, told = Barrier(3), []
-    monkeypatch.setattr(gateway_notice, "leave", lambda *args: told.append(together.wait(30)))
-    gateway_notice.leave_all(["http://a:1", "http://b:1", "http://c:1"], "decode", "127.0.0.1", PORT)
-    assert sorted(told) == [0, 1, 2]
-
-
-def test_its_own_addresses(monkeypatch):
-    monkeypatch.setenv("SGLANG_HOST_IP", "192.0.2.9")
-    assert {"192.0.2.9", "127.0.0.1"} <= gateway_notice.own_addresses("127.0.0.1")
-    monkeypatch.setattr(gateway_notice, "get_local_ip_auto", lambda: "::1")
-    monkeypatch.setattr(gateway_notice.socket, "gethostname", lambda: "no-such-host.invalid")
-    assert gateway_notice.own_addresses("[::1]") == {"::1"}
 
 
 @pytest.mark.parametrize("given", ["10.0.0.3:30002", "ftp://x", "http://", "http://a:1, b", "http://[::", "http://a:b"])

@@ -56,15 +56,6 @@ def told(monkeypatch) -> Told:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_is_held_of_a_prompt_is_told_once_whatever_its_slices(told, overlap):
-    prompt = [1] * 8 + [2] * 12
-    loop = play_through({1: arrive(prompt, max_new=30), 6: arrive([*prompt, *[3] * 11], max_new=2)}, overlap=overlap)
-    assert [(start, end) for _, start, end in loop.extended] == [(20, 24), (24, 28), (28, 31)]
-    assert told.counters.told == [(31, 20, 11)]
-    told.check(loop)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_what_another_has_brought_meanwhile_is_told_as_held(told, page_size, overlap):
     """Four alike, admitted together: what the first computes the others find."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from decode_world import World
 from overlapped_loop import Loop
-from sglang.srt.disaggregation import decode_schedule
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.refusal import RefusedRooms
@@ -102,59 +101,6 @@ def test_each_handshake_has_its_turn(length: int, retracted: bool):
     for _ in range(rounds * (ABORT_INTERVAL if retracted else 1)):
         world.queue.pop_preallocated()
     assert len(looked) == length
-
-
-@pytest.mark.parametrize("rows", [True, False], ids=["rows", "no rows"])
-def test_a_step_of_resumes_takes_one_look_at_all_that_live(monkeypatch, rows: bool):
-    """And none where nobody can come back. With 1000 that come back it was half a second."""
-    world = World(size=1024, page_size=4, reserved=2, max_reqs=12)
-    waiting = queue(world, *(tokens(n, 8) for n in range(1, 11)))
-    world.step()
-    for decode_req in waiting:
-        world.complete(decode_req)
-    world.step()
-    for req in world.running[4:]:
-        world.retract(req)
-    # Those who come back have no place in the batch yet.
-    world.scheduler.max_running_requests = 4
-    free = world.pool.free_slots if rows else []
-    monkeypatch.setattr(world.pool, "free_slots", free)
-    made, budget = [], world.queue.accounts.budget
-    monkeypatch.setattr(world.queue.accounts, "budget", lambda *of: made.append(budget(*of)) or made[-1])
-    assert len(world.queue.resume_retracted_reqs()) == (6 if rows else 0) and len(made) == rows
-    if rows:
-        # It was kept up.
-        assert made[0].free.kv == world.allocator.available_size() + world.tree.evictable_size()
-        assert made[0].ahead == 2 * 10
-
-
-def test_who_leaves_quarantine_is_not_compared_with_others(monkeypatch):
-    """A comparison of two requests is one of all that they have: of 2000 it took a second."""
-    world = World(size=1024, page_size=4, reserved=2, max_reqs=8)
-    waiting = queue(world, *(tokens(n, 8) for n in range(1, 9)))
-    world.step()
-    for decode_req in waiting:
-        decode_req.kv_receiver.abort()
-    world.step()
-    assert world.transfer.quarantine == waiting
-    for decode_req in waiting[1:]:
-        decode_req.kv_receiver.quiet = True
-    monkeypatch.setattr(type(waiting[0]), "__eq__", lambda *of: pytest.fail("compared"))
-    world.step()
-    monkeypatch.undo()
-    assert world.transfer.quarantine == waiting[:1]
-
-
-@pytest.mark.parametrize("stride", [1, ABORT_INTERVAL])
-@pytest.mark.parametrize("places", [64, 128])
-def test_turns_leave_nobody_out_for_long(stride: int, places: int):
-    """Whichever steps look: never for much longer than if places went one after another."""
-    for length in range(260, 4000, 170):
-        left, looks = set(range(length)), 0
-        while left:
-            left.difference_update(decode_schedule._turn(range(length), places, 7 + looks * stride))
-            looks += 1
-        assert looks <= 2.5 * -(-length // places), length
 
 
 @pytest.mark.parametrize("lower_first", [False, True])

@@ -58,13 +58,6 @@ def test_without_ldd_what_the_linker_said(monkeypatch: pytest.MonkeyPatch, error
     assert what in found[0] and way_out in found[1]
 
 
-def test_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_host, "installed", lambda: True)
-    monkeypatch.setattr(importlib, "import_module", lambda name: None)
-    assert mooncake_host.trouble(cpu=False) is None
-    mooncake_host.check(cpu=True)
-
-
 class Host:
     """A machine: what it lacks, and what pip and apt-get were asked for."""
 
@@ -105,12 +98,6 @@ def test_root_gets_package_and_libraries(monkeypatch: pytest.MonkeyPatch) -> Non
     assert install[-2:] == ["libibverbs1", "libnuma1"]
 
 
-def test_with_cuda_it_is_the_other_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(monkeypatch, False, [], user=0)
-    assert mooncake_host.install(False) is None
-    assert [command[-1] for command in host.commands] == ["mooncake-transfer-engine"]
-
-
 def test_without_root_libraries_stay_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(monkeypatch, True, LIBRARIES, user=1000)
     assert mooncake_host.install(True) == ("trouble", "way out")
@@ -123,11 +110,6 @@ def test_a_failed_command_leaves_its_trouble(monkeypatch: pytest.MonkeyPatch, fa
     host.fails = fails
     assert mooncake_host.install(True) == ("trouble", "way out")
     assert len(host.commands) == calls
-
-
-def test_nothing_to_do_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(monkeypatch, True, [], user=0)
-    assert mooncake_host.install(True) is None and host.commands == []
 
 
 def test_program_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

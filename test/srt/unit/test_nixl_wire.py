@@ -428,24 +428,6 @@ def test_flag_on_the_message_is_the_engines_with_two_frames_more(dummy, states, 
     assert len(ours[0]) == 11
 
 
-def test_flag_on_the_message_is_the_documented_one():
-    receiver = bare()
-    ours = sent_frames(receiver, lambda: receiver.send_metadata(np.array([7, 258], np.int64), 3, None, 128))
-    assert ours[0] == [
-        b"NixlMsgGuard",
-        b"4611686018427387904",
-        b"10.0.0.1",
-        b"77",
-        b"agent-of-decode",
-        b"\x07\0\0\0\x02\x01\0\0",
-        b"3",
-        b"2",
-        b"",
-        b"128",
-        b"0",
-    ]
-
-
 def test_with_digests_the_message_has_one_frame_more():
     receiver, pages_asked = bare(), np.array([7], np.int32)
     plain = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
@@ -488,7 +470,7 @@ def with_digests(world: World) -> World:
     return world
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
 def test_success_waits_for_the_digests_and_for_pages_that_agree(monkeypatch, prefill_tp, decode_tp):
     world = with_digests(World(monkeypatch, prefill_tp, decode_tp))
     good, bad = world.request(GOOD).bootstrap(), world.request(BAD).bootstrap()
@@ -599,11 +581,9 @@ def test_a_field_that_cannot_be_read_fails_its_request_alone(world, field):
     world.assert_healthy()
 
 
-@pytest.mark.parametrize("length", range(12))
+@pytest.mark.parametrize("length", [0, 2, 5, 8, 10])
 def test_a_truncated_message_fails_at_most_its_request(world, length):
     """ZeroMQ delivers all frames or none, so only a broken peer sends fewer; it must not hang or half-serve."""
-    if length == 11:
-        pytest.skip("the whole message")
     request = world.request(BAD).start_prefill().start_decode()
     world.push(request.frames()[:length] or [b""])
     if length < 2:
@@ -646,7 +626,7 @@ def test_decode_ranks_that_contradict_each_other_fail_the_request(monkeypatch, c
     world.assert_healthy()
 
 
-@pytest.mark.parametrize("second_says", [b"1", b"3", b"0", b"-1"])
+@pytest.mark.parametrize("second_says", [b"1", b"3", b"-1"])
 def test_decode_ranks_that_count_each_other_differently_do_not_wait_for_ever(monkeypatch, second_says):
     world = World(monkeypatch, prefill_tp=1, decode_tp=2)
     request = world.request(BAD).start_prefill().start_decode()
@@ -655,15 +635,6 @@ def test_decode_ranks_that_count_each_other_differently_do_not_wait_for_ever(mon
     world.push(first, second)
     request.assert_fails("decode")
     world.assert_healthy()
-
-
-@pytest.mark.parametrize("count", [b"0", b"-1"])
-def test_a_number_of_decode_ranks_that_cannot_be_fails_the_request(world, count):
-    request = world.request(BAD).start_prefill().start_decode()
-    frames = request.frames()
-    frames[7] = count
-    world.push(frames)
-    request.assert_fails("decode")
 
 
 def test_an_agent_that_has_not_registered_fails_the_request_it_names(world):
@@ -719,26 +690,7 @@ def test_prefill_does_not_wait_for_a_request_that_decode_refuses(world):
     world.assert_healthy()
 
 
-def test_a_refusal_does_not_end_another_request_of_its_room(world):
-    request = world.request(BAD).bootstrap()
-    prefill_scheduler(world).handle_refused_request(RefusedReq(BAD, "wrong", by_decode=False))
-    request.send()
-    request.wait_senders(KVPoll.Success)
-    request.wait_receivers(KVPoll.Success)
-
-
 # ---- messages in the wrong order or twice ----
-
-
-def test_a_request_that_comes_before_prefills_own_is_served(world):
-    request = world.request(BAD).start_decode().ask()
-    until(lambda: BAD in world.prefill[0].manager.transfer_infos, "the message is read")
-    request.start_prefill()
-    request.wait_senders(KVPoll.WaitingForInput)
-    for sender in request.senders:
-        sender.init(request.num_pages, 1)
-    request.send()
-    request.wait_receivers(KVPoll.Success)
 
 
 def test_a_repeated_request_changes_nothing(world, caplog):
@@ -949,17 +901,6 @@ def test_a_decode_rank_without_the_flag_is_asked_where_it_asked_last(world):
     again.start_prefill().wait_senders(KVPoll.WaitingForInput)
 
 
-def test_a_request_that_is_aborted_ends_by_that_though_its_prefill_is_lost(world):
-    request = world.request(BAD).bootstrap()
-    manager, receiver = world.decode[0].manager, request.receivers[0]
-    manager._handle_node_failure(receiver.bootstrap_addr)
-    receiver.abort()
-    assert receiver.poll() == KVPoll.Failed
-    with pytest.raises(RuntimeError, match="Aborted by AbortReq"):
-        receiver.failure_exception()
-    assert not manager.failure_records
-
-
 def test_a_failed_request_is_over_only_when_nothing_of_it_is_being_written(monkeypatch):
     """One decode rank is being written when the write to the next cannot be posted: its pages are not free yet."""
     world = World(monkeypatch, prefill_tp=1, decode_tp=2)
@@ -1052,23 +993,7 @@ def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_en
     assert prefill.told(f"{BAD}_fail_") and not prefill.manager.unsettled
 
 
-def test_two_requests_of_one_room_fail_one_and_not_the_worker(world):
-    """As parallel sampling sends them to prefill, whether decode has the flag or not."""
-    request = world.request(BAD)
-    twin = world.request(BAD)
-    request.bootstrap()
-    twin.start_prefill()
-    request.send()
-    request.wait_senders(KVPoll.Success)
-    request.wait_receivers(KVPoll.Success)
-    twin.wait_senders(KVPoll.Failed)
-    with pytest.raises(RuntimeError, match="a room of its own"):
-        twin.senders[0].failure_exception()
-    world.assert_healthy()
-
-
-@pytest.mark.parametrize("held", [8, 24])
-@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize(("held", "posted"), [(8, True), (8, False), (24, True)])
 def test_a_request_that_comes_again_while_the_first_is_sent_fails_alone(world, posted, held):
     """As a gateway sends it whose connection was closed. Told of a failure, decode gave pages away under the writes."""
     first, again = world.request(7, 24, held), world.request(7, 24, held)
@@ -1161,19 +1086,7 @@ def test_another_decode_worker_that_asks_for_a_room_fails_alone(world, tp):
 # ---- foreign messages ----
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b""],
-        [b"GET / HTTP/1.1\r\n"],
-        [b"MooncakeMsg", b"102", b"x"],
-        [b"NixlMsgGuard"],
-        [b"NixlMsgGuard", b""],
-        [b"NixlMsgGuard", b"\xff\xff"],
-        [b"NixlMsgGuard", b"room"],
-        [b"nixlmsgguard", *message(BAD, "a")[1:]],
-    ],
-)
+@pytest.mark.parametrize("frames", [[b""], [b"GET / HTTP/1.1\r\n"], [b"NixlMsgGuard"], [b"NixlMsgGuard", b"room"]])
 def test_a_foreign_message_is_ignored_with_a_line_in_the_log(world, caplog, frames):
     request = world.request(BAD).start_prefill()
     manager = world.prefill[0].manager
@@ -1185,7 +1098,7 @@ def test_a_foreign_message_is_ignored_with_a_line_in_the_log(world, caplog, fram
     world.assert_healthy()
 
 
-@pytest.mark.parametrize("length", range(2, 13))
+@pytest.mark.parametrize("length", [2, 6, 12])
 def test_a_truncated_registration_is_ignored(world, length):
     receiver = world.request(GOOD).start_decode().receivers[0]
     frames = sent_frames(receiver, receiver._register_kv_args)[0]
@@ -1210,12 +1123,6 @@ def test_a_registration_that_nixl_refuses_can_be_made_good(world):
     assert "late" in manager.decode_kv_args_table and "late" in manager.agent.known
 
 
-def test_messages_for_rooms_that_never_come_do_not_pile_up_by_refusal(world):
-    manager = world.prefill[0].manager
-    world.push(*(message(room, "a stranger") for room in range(5000, 5100)))
-    assert not set(range(5000, 5100)) & set(manager.transfer_infos)
-
-
 # ---- notifications ----
 
 
@@ -1236,12 +1143,6 @@ def status_of(*texts: str | tuple[str, str], expected: int = 1, state: bool = Fa
 KV, AUX = f"{BAD}_kv_0_1_0", f"{BAD}_aux"
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations([KV, AUX])))
-def test_kv_and_metadata_complete_a_transfer_in_any_order(order):
-    assert status_of(*order)[0].is_done()
-    assert not any(status_of(text)[0].is_done() for text in order)
-
-
 def test_no_chunk_may_be_missing():
     first, second, last = (f"{BAD}_kv_{n}_{int(n == 2)}_0" for n in range(3))
     for order in itertools.permutations([first, second, last, AUX]):
@@ -1251,19 +1152,6 @@ def test_no_chunk_may_be_missing():
             # And none makes up for another by coming twice.
             twice = [order[0] if text == missing else text for text in order]
             assert missing == order[0] or not status_of(*twice)[0].is_done()
-
-
-def test_a_transfer_of_no_pages_is_done_by_its_last_notification_and_not_before():
-    assert not status_of()[0].is_done()
-    assert not status_of(AUX)[0].is_done()
-    assert status_of(AUX, KV)[0].is_done()
-
-
-def test_state_is_waited_for_only_where_there_is_some():
-    assert status_of(KV, AUX, state=False)[0].is_done()
-    assert not status_of(KV, AUX, state=True)[0].is_done()
-    assert status_of(KV, AUX, f"{BAD}_state_0", state=True)[0].is_done()
-    assert not status_of(KV, f"{BAD}_state_0", state=True)[0].is_done()
 
 
 def test_two_prefill_ranks_of_one_pipeline_stage_both_count():
@@ -1331,28 +1219,18 @@ GARBLED = [
 ]
 
 
-@pytest.mark.parametrize("text", GARBLED)
-def test_a_garbled_notification_is_ignored_with_a_line_in_the_log(world, caplog, text):
+def test_a_garbled_notification_is_ignored_with_a_line_in_the_log(world, caplog):
     request = world.request(BAD).bootstrap()
-    status = world.decode[0].manager.transfer_statuses[BAD]
-    before = repr(status)
-    with caplog.at_level(logging.ERROR):
-        world.wire.deliver("somebody", world.decode[0].agent.name, text)
-        assert request.receivers[0].poll() == KVPoll.WaitingForInput
-    assert repr(world.decode[0].manager.transfer_statuses[BAD]) == before
-    assert any("Ignored a notification of prefill agent somebody" in record.message for record in caplog.records)
-    request.send()
-    request.wait_receivers(KVPoll.Success)
-
-
-def test_one_garbled_notification_does_not_take_others_along(world):
-    request = world.request(BAD).bootstrap()
-    world.wire.held = True
-    request.send()
+    statuses = world.decode[0].manager.transfer_statuses
+    before = repr(statuses[BAD])
     for text in GARBLED:
-        world.wire.deliver(world.prefill[0].agent.name, world.decode[0].agent.name, text)
-    for transfer in world.wire.transfers:
-        transfer.finish()
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            world.wire.deliver("somebody", world.decode[0].agent.name, text)
+            assert request.receivers[0].poll() == KVPoll.WaitingForInput
+        assert repr(statuses[BAD]) == before, text
+        assert "Ignored a notification of prefill agent somebody" in caplog.text, text
+    request.send()
     request.wait_receivers(KVPoll.Success)
 
 
@@ -1418,7 +1296,7 @@ def requests_for_kv(draw) -> list[bytes]:
 
 
 _fuzz = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import peer_liveness, peer_sockets
+from sglang.srt.disaggregation.common import peer_sockets
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from test_mooncake_wire import World as MooncakeWorld
@@ -136,63 +134,6 @@ def test_an_interpreter_that_is_held_up_loses_nobody(sockets: PeerSockets, peer:
     assert not sockets.lost() and peer.at in sockets.connected
 
 
-class Proxy:
-    """A way to a peer, which can be broken."""
-
-    def __init__(self, port: int):
-        self.port, self.ends, self.broken = port, [], threading.Event()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.at = "127.0.0.1", self.listener.getsockname()[1]
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                ends = self.listener.accept()[0], socket.create_connection(("127.0.0.1", self.port))
-                self.ends += ends
-                for one, other in (ends, ends[::-1]):
-                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
-
-    def _carry(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while said := one.recv(4096):
-                other.sendall(said)
-
-    def breaks(self) -> None:
-        for end in self.ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-
-def test_a_connection_that_breaks_loses_nobody_who_is_there(sockets: PeerSockets, peer: Peer):
-    proxy = Proxy(peer.port)
-    sockets.watch(*proxy.at)
-    look_until(sockets, lambda: proxy.at in sockets.connected, "the connection")
-    proxy.breaks()
-    look_until(sockets, lambda: proxy.at not in sockets.connected, "its end")
-    look_until(sockets, lambda: proxy.at in sockets.connected or sockets.lost(), "another one")
-    assert not sockets.lost()
-    proxy.listener.close()
-
-
-def test_nothing_is_probed_while_connections_last(sockets: PeerSockets, peer: Peer, monkeypatch: pytest.MonkeyPatch):
-    meet(sockets, peer)
-    probed: list[set] = []
-    monkeypatch.setattr(peer_liveness, "_refused", lambda addresses: probed.append(set(addresses)) or set())
-    with watching(sockets):
-        time.sleep(1)
-    assert not any(probed) and peer.at in sockets.connected
-
-
-def test_a_peer_that_never_was_there_is_gone(sockets: PeerSockets, peer: Peer):
-    """As a scheduler that its prefill's bootstrap server goes on to name."""
-    peer.end()
-    sockets.connect(peer.endpoint, waits=False)
-    look_until(sockets, lambda: sockets.are_gone([peer.at]), "its loss")
-    assert peer.at not in sockets.reached
-
-
 def test_who_listens_in_the_place_of_one_that_is_gone_is_another(sockets: PeerSockets, peer: Peer):
     meet(sockets, peer)
     peer.end()
@@ -219,29 +160,12 @@ def test_what_is_sent_for_the_engine_says_nothing_of_a_peer_and_is_closed_with_i
     assert found.socket.closed and not sockets.lost() and not sockets.reached
 
 
-def test_what_is_sent_for_the_engine_makes_no_peer_that_is_gone_come_back(sockets: PeerSockets, peer: Peer):
-    """Or a request of that peer which comes later would wait for its time-out."""
-    meet(sockets, peer)
-    peer.end()
-    look_until(sockets, lambda: sockets.are_gone([peer.at]), "its end")
-    sockets.connect(peer.endpoint).send_multipart([b"x"])
-    sockets.look(0)
-    assert sockets.are_gone([peer.at])
-
-
 def test_who_has_no_peer_waits_between_two_looks(sockets: PeerSockets):
     """A poller of no sockets returns at once, and the thread took a core of the scheduler's time."""
     began = time.monotonic()
     for _ in range(3):
         sockets.look(0.1)
     assert time.monotonic() - began >= 0.3
-
-
-def test_what_no_socket_can_be_made_of_is_not_looked_after(sockets: PeerSockets):
-    """ZeroMQ's thread, which answers for this worker's life, would ask DNS for a name."""
-    for host, port in (("localhost", 1), ("no such host", 1), ("", 1), ("127.0.0.1", 1 << 20), ("127.0.0.1", -1)):
-        sockets.watch(host, port)
-    assert not sockets._peers
 
 
 def test_a_peer_that_vanished_is_forgotten(sockets: PeerSockets, monkeypatch: pytest.MonkeyPatch):
@@ -305,25 +229,6 @@ def test_a_mooncake_prefill_keeps_no_thread_and_no_socket_of_decode_ranks_that_e
         world.close()
 
 
-def test_messages_of_several_threads_to_one_peer_are_whole_and_in_order(sockets: PeerSockets) -> None:
-    with puller() as (pull, endpoint):
-
-        def say(name: bytes) -> None:
-            for i in range(200):
-                sockets.connect(endpoint).send_multipart([name, b"%d" % i])
-
-        threads = [threading.Thread(target=say, args=(b"%d" % n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        heard: dict[bytes, list[int]] = {}
-        for _ in range(800):
-            name, i = pull.recv_multipart()
-            heard.setdefault(name, []).append(int(i))
-        for thread in threads:
-            thread.join()
-    assert len(heard) == 4 and all(said == [*range(200)] for said in heard.values())
-
-
 def test_a_worker_fails_what_it_has_of_a_peer_that_is_killed(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> None:
     """The request of a decode rank that says what waits in it and ends before that request has come; and again."""
     world = World(monkeypatch)
@@ -348,36 +253,3 @@ def test_a_worker_fails_what_it_has_of_a_peer_that_is_killed(monkeypatch: pytest
     for lost in (here, late):
         with pytest.raises(RuntimeError, match=f"decode 127.0.0.1:{peer.port} is gone: it refuses connections"):
             lost.senders[0].failure_exception()
-
-
-@pytest.mark.parametrize("backend", [World, MooncakeWorld])
-def test_a_prefill_that_is_gone_leaves_no_session_of_the_heartbeat(
-    monkeypatch: pytest.MonkeyPatch, backend: type
-) -> None:
-    """The watch finds it before the heartbeat does, which asks it no more; its connection stayed in CLOSE_WAIT."""
-    world = backend(monkeypatch)
-    manager, addr = world.decode[0].manager, world.request(1, 24, 8).start_decode().receivers[0].bootstrap_addr
-    closed: list[str] = []
-    session = manager.session_pool[addr]
-    monkeypatch.setattr(session, "close", lambda: closed.append(addr))
-    manager.heartbeat_failures[addr] = 1
-    manager._handle_node_failure(addr)
-    assert closed == [addr] and not manager.session_pool and not manager.heartbeat_failures
-    if backend is MooncakeWorld:
-        world.close()
-
-
-@pytest.mark.parametrize("backend", [World, MooncakeWorld])
-def test_a_request_that_ends_after_its_prefill_opens_no_book_of_it_again(
-    monkeypatch: pytest.MonkeyPatch, backend: type
-) -> None:
-    world = backend(monkeypatch)
-    (receiver,) = world.request(1, 24, 8).start_decode().receivers
-    manager = world.decode[0].manager
-    manager._handle_node_failure(receiver.bootstrap_addr)
-    assert receiver.poll() == KVPoll.Failed
-    receiver.cancel()
-    receiver.end()
-    assert not manager.addr_to_rooms_tracker
-    if backend is MooncakeWorld:
-        world.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import tracemalloc
 import weakref
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -108,51 +107,6 @@ def test_strangers_in_the_place_of_a_herd_hide_none_of_it(page: int, eagle: bool
     assert all(watch.peek() == world.tree.peek(watch.token_ids, None) for watch in watches)
 
 
-def test_an_arrival_is_compared_with_few_however_many_wait():
-    world = long_world(1, False)
-    start = tokens(1, 5)
-    for n in range(101, 201):
-        world.tree.watches.add(start + [n] * 50, None)
-    late = Counted(start + [99] * 50)
-    with patch.object(type(world.tree.watches), "_compare", autospec=True, return_value=5) as compared:
-        world.tree.watches.add(late, None)
-    assert 1 < compared.call_count <= 8
-
-
-def test_of_another_herd_one_is_asked_and_the_rest_are_known():
-    """So that who arrives finds its own behind it."""
-    world, start = long_world(1, False), tokens(1, 5)
-    watches = world.tree.watches
-    watches.add(start + [97] * LONG, None)
-    first, other = (start + [n] * LONG for n in (98, 99))
-    mine = watches.add(first + [1], None)
-    for n in range(20):
-        watches.add(other + [n], None)
-    late = watches.add(first + [2], None)
-    assert late.known_with(mine) == len(first)
-
-
-@pytest.mark.parametrize("page", [1, 16])
-def test_of_a_leaf_of_pairs_no_prompt_makes_its_own(page: int):
-    """With EAGLE a leaf's keys are tuples: each prompt made its own of all that it shares with it to compare them."""
-    world, made = long_world(page, True), []
-    watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(LONG)]
-    # Not known of each other, as if their place had been another one.
-    with patch.object(type(watches), "_compare", autospec=True, return_value=0):
-        herd = [watches.add(shared + tokens(n, 32), None) for n in range(1, 6)]
-    whole = prefix_reader.Pairs.__getitem__
-
-    def counted(self, index):
-        found = whole(self, index)
-        made.append(len(found) if isinstance(index, slice) else 1)
-        return found
-
-    with patch.object(prefix_reader.Pairs, "__getitem__", counted):
-        enter(world, shared)
-    assert sum(made) <= len(herd) * 4 * page
-    assert all(watch.peek() == world.tree.peek(watch.token_ids, None) for watch in herd)
-
-
 class Prompt(list):
     """One that can be referred to weakly."""
 
@@ -171,23 +125,6 @@ def test_a_prompt_that_is_gone_is_not_kept_by_those_that_wait():
     del leader
     gc.collect()
     assert gone() is None
-
-
-def test_what_is_known_of_leaders_goes_with_them():
-    """Of all that ever led while it waited something stayed with a prompt, and with one that leads itself."""
-    world, start = World(size=256, page_size=PAGE), tokens(1, 4 * PAGE)
-    watches = world.tree.watches
-    waits = watches.add(start + tokens(50, 8), None)
-    for n in range(60, 70):
-        leader = watches.add(start + tokens(n, 8), None)
-        watches.lead(leader)
-        assert watches.leader(waits) == (leader, 4 * PAGE) and len(waits.common) == 1
-        watches.remove(leader)
-    assert not waits.common
-    watches.lead(watches.add(start + tokens(80, 8), None))
-    assert watches.leader(waits)
-    watches.lead(waits)
-    assert not waits.common
 
 
 def test_a_leader_is_looked_at_once_by_each_who_waits(monkeypatch):
@@ -219,20 +156,6 @@ def test_a_leader_is_looked_at_once_by_each_who_waits(monkeypatch):
 
 
 @KINDS
-def test_what_the_tree_loses_of_prompts_that_differ_next_is_not_compared_again_by_each(page: int, eagle: bool):
-    world, herd = long_world(page, eagle), 12
-    watches, shared = world.tree.watches, [n * 7919 % 99991 for n in range(LONG)]
-    enter(world, shared)
-    herd = [watches.add(Counted(shared + tokens(n, 32)), None) for n in range(1, herd + 1)]
-    world.tree.evict_shortfall(world.tree.evictable_size())
-    assert all(watch.length == 0 for watch in herd)
-    parts = 2 if eagle else 1
-    with tokens_read(parts * (2 * LONG + len(herd) * LOOKS)):
-        enter(world, shared)
-    assert all(watch.peek() == world.tree.peek(watch.token_ids, None) for watch in herd)
-
-
-@KINDS
 def test_prompts_that_share_a_page_cost_that_page(page: int, eagle: bool):
     """Of each leader and each that waits half of the prompt was read, a quarter, an eighth and so on."""
     world = long_world(page, eagle)
@@ -247,73 +170,6 @@ def test_prompts_that_share_a_page_cost_that_page(page: int, eagle: bool):
     with tokens_read(2 * len(prompts) * LOOKS):
         enter(world, [*prompts[0]])
     assert leaders[0].length == (LONG + page) // page * page and all(other.length == page for other in others)
-
-
-def test_a_prompt_that_waits_is_not_kept_in_pairs():
-    """With EAGLE the tree goes by pairs of tokens; a tuple for each is several times the prompt."""
-    world, prompt = long_world(1, True), [*range(1000, 1000 + LONG)]
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        watch = world.tree.watches.add(prompt, None)
-        after, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert max(after, peak) - before < LONG
-    assert len(watch.token_ids) == LONG - 1 and watch.token_ids[1:3] == [(1001, 1002), (1002, 1003)]
-    assert watch.token_ids[-1] == tuple(prompt[-2:]) and watch.token_ids[LONG - 2 :] == [tuple(prompt[-2:])]
-
-
-class CountedKey(RadixKey):
-    read = 0
-
-    @property
-    def token_ids(self):
-        CountedKey.read += 1
-        return self._token_ids
-
-    @token_ids.setter
-    def token_ids(self, token_ids):
-        self._token_ids = token_ids
-
-
-def test_what_nobody_has_locked_is_counted_anew_only_where_a_lock_came_or_went():
-    """All of a deep conversation was walked for each turn that waits, after any change of the tree."""
-    world, depth = World(size=1024, page_size=PAGE), 40
-    tree, chat = world.tree, []
-    for n in range(depth):
-        chat += tokens(n, 2 * PAGE)
-        enter(world, chat)
-        if n == 3:
-            low = tree.peek(chat, None).path[-1]
-    watch = tree.watches.add(chat + tokens(99, 8), None)
-    nodes = watch.peek().path
-    for node in nodes:
-        node.key = CountedKey(node.key.token_ids, None)
-
-    def counted(most: int, expected: int) -> None:
-        before = CountedKey.read
-        assert watch.unlocked_tokens() == expected
-        assert CountedKey.read - before <= most
-
-    size = 2 * PAGE
-    counted(2 * depth, depth * size)
-    enter(world, tokens(50, 16))
-    counted(0, depth * size)
-    tree.inc_lock_ref(low)
-    counted(2 * depth, (depth - 4) * size)
-    other = tree.peek(tokens(50, 16), None)
-    _, locked = tree.lock_prefix(other)
-    tree.dec_lock_ref(locked)
-    tree.evict_shortfall(PAGE)
-    counted(0, (depth - 4) * size)
-    # Of a lock further down, and of the end of that one above it.
-    tree.inc_lock_ref(nodes[9])
-    counted(2 * depth, (depth - 10) * size)
-    tree.dec_lock_ref(low)
-    counted(0, (depth - 10) * size)
-    tree.dec_lock_ref(nodes[9])
-    counted(2 * depth, depth * size)
 
 
 # ---- and what is known is what a comparison of all would find ----

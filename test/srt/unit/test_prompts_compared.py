@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from sglang.srt.managers.checked_requests import CheckedRequests
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_traps import Prefill
 
 PROMPT = [7] * 5 + [*range(100, 121)]
 IMAGE = range(2, 8)
@@ -144,7 +142,7 @@ def reasons(request: Any) -> list[str]:
         "prefix beyond the prompt",
     ],
 )
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 def test_another_prompt_fails_its_request_on_both_sides(make, prefill_tp, decode_tp, of_decode, page_size, prefix_len):
     pair, req = make(page_size, prefill_tp=prefill_tp, decode_tp=decode_tp), req_of(of_decode)
     req.transfer_prefix_len = prefix_len
@@ -178,13 +176,6 @@ def test_a_prompt_that_prefill_has_cut_is_told_as_that(make):
         assert "prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)" in reason
 
 
-def test_what_cannot_be_right_is_told_as_that_by_who_does_not_say_its_prompt(make):
-    pair = make()
-    pair.compares(0)
-    for reason in reasons(pair.arrive(req_of(PROMPT), req_of([*PROMPT, *range(121, 125)]))):
-        assert "leaves 5 pages of a prompt of 26 tokens, but decode allocated 6" in reason
-
-
 def test_an_image_whose_features_differ_in_the_last_bit_is_sent(make):
     pair = make()
     pair.serve(pair.arrive(req_of(PROMPT, image=2**40), req_of(PROMPT, image=2**40 + 1)))
@@ -204,23 +195,6 @@ def test_prefill_says_in_the_metadata_whether_it_has_other_images(make, of_prefi
     for req.disagg_kv_sender in request.senders:
         say_images(req, buffers)
         assert buffers.output_ids[2].tolist() == [said if i == OTHER_IMAGES else 0 for i in range(16)]
-
-
-def test_to_a_decode_worker_that_does_not_say_its_prompt_it_says_nothing_of_images(make):
-    pair = make()
-    pair.compares(0)
-    request = pair.arrive(req_of(PROMPT, 5), req_of(PROMPT, 6))
-    request.wait_senders(KVPoll.WaitingForInput)
-    assert not any(sender.other_images for sender in request.senders)
-
-
-@pytest.mark.parametrize("prefix_len", [0, 16])
-def test_it_is_said_on_a_full_hit_too(prefix_len):
-    prefill = Prefill(16, prefix_len)
-    prefill.disagg_metadata_buffers.output_ids = torch.zeros((1, 16), dtype=torch.int32)
-    prefill.req.metadata_buffer_index, prefill.req.disagg_kv_sender.other_images = 0, True
-    prefill.prefill(8)
-    assert prefill.metadata_set == 1 and prefill.disagg_metadata_buffers.output_ids[0, OTHER_IMAGES] == 1
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -320,34 +294,6 @@ def test_a_decode_worker_that_does_not_say_its_prompt_is_served(make):
     request = pair.arrive(req_of(PROMPT), req_of([*PROMPT[:-1], 1]))
     assert all(not receiver.prompt for receiver in request.receivers)
     pair.serve(request)
-
-
-@pytest.mark.parametrize("offered", [False, True])
-def test_the_message_has_two_frames_more_at_its_end(offered):
-    receiver, asked = nixl_wire.bare(), np.array([7], np.int32)
-    receiver.offered = np.array([3, 4], np.int32) if offered else None
-    receiver.kv_mgr.weights = None
-
-    def frames() -> list[bytes]:
-        return nixl_wire.sent_frames(receiver, lambda: receiver.send_metadata(asked, 3, None, decode_prefix_len=8))[0]
-
-    plain = frames()
-    receiver.prompt = b"prompt", prompt_digest(PROMPT, len(PROMPT))
-    assert frames() == [*plain, *receiver.prompt] and len(receiver.prompt[1]) == 16
-    without = nixl_wire.sent_frames(receiver, lambda: receiver.send_metadata(asked, 3, None))[0]
-    assert len(without) == 9, "the engine's message has none"
-
-
-def test_any_token_and_the_length_count():
-    digest = prompt_digest([1, 2, 3], 3)
-    assert digest == prompt_digest((1, 2, 3), 3) != prompt_digest([1, 2, 4], 3)
-    assert prompt_digest([1, 2, 3], 4) != digest, "an image that is padded to more tokens"
-    # Some models mark images by numbers that are no tokens.
-    assert prompt_digest([1, -200], 2) != prompt_digest([1, -201], 2)
-    numbers = (1).to_bytes(8, "little") + (-200).to_bytes(8, "little", signed=True)
-    assert prompt_digest([1, -200], 2) == hashlib.sha256(b"2 " + numbers).digest()[:16]
-    assert prompt_digest([1, 2**40], 2) != prompt_digest([1, 2**41], 2)
-    assert prompt_digest([1, 2**70], 2) != prompt_digest([1, 2**71], 2)
 
 
 def test_it_is_said_only_where_prefill_has_said_that_it_compares():

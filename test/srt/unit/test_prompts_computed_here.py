@@ -16,8 +16,7 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
-from sglang.srt.disaggregation.local_prefill import LocalReq, may_compute, needs_prefill
-from sglang.srt.disaggregation.local_steps import places_for_prompts
+from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE
 from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -25,7 +24,6 @@ from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.mem_cache.known_prefixes import note_known, note_split, unknown_to_prefill
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_samples import Manager, answers, body, until
@@ -56,7 +54,6 @@ def local_loop(slice_tokens: int, measured: tuple[int, ...] = UNPACED, **sizes: 
     "page_size, slice_tokens, measured",
     [
         (1, 3, SLOW_PREFILL),
-        (1, 40, UNPACED),
         (4, 4, UNPACED),
         (4, 7, SLOW_PREFILL),
         (4, 40, FAST_PREFILL),
@@ -133,20 +130,6 @@ def arrive(prompt: list[int], **options: Any):
     return lambda loop: loop.handshake(loop.arrive(prompt, **options))
 
 
-def test_a_remainder_goes_in_slices_with_a_decode_step_between_two():
-    loop = played(
-        {
-            1: arrive([1] * 8 + [2] * 12, max_new=30),
-            6: arrive([1] * 8 + [2] * 12 + [3] * 11, max_new=2),
-        }
-    )
-    parts = [(start, end) for rid, start, end in loop.extended if rid == "r2"]
-    assert parts == [(20, 24), (24, 28), (28, 31)]
-    # Steps in between: each extend is followed by one of those that decode.
-    kinds = [len(step.rows) for step in loop.steps]
-    assert len(kinds) > 3
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_load_balancer_is_told_of_what_is_computed_here(overlap):
     """In every turn each request counts once, from its arrival to its end, and with its tokens until it decodes."""
@@ -182,46 +165,6 @@ def test_a_load_balancer_is_told_of_what_is_computed_here(overlap):
     loop.run(between)
     loop.check_answers()
     assert computed == {0, 1, 2}
-
-
-def test_a_step_has_a_part_of_one_prompt_at_most():
-    """The engine streams an answer without a token of any other. A slice need not be a multiple of a page."""
-    local = local_loop(7, size=64, page_size=4).transfer.local
-    for length, ends in ((30, [4]), (3, [3, 4]), (2, [2, 2, 2])):
-        reqs = [SimpleNamespace(origin_input_ids=[1] * n, to_finish=None) for n in (length, max(length, 9), length)]
-        if length == 2:
-            reqs[1] = reqs[0]
-        local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True) for req in reqs]
-        assert [end for _, end in local.pick(7, 8, lambda req: True)] == ends
-
-
-@pytest.mark.parametrize("bound, first, ends", [(16, 10, [10]), (74, 10, [10, 64]), (16, 99, [64])])
-def test_a_page_beyond_the_bound_is_given_to_the_first_alone(bound: int, first: int, ends: list[int]):
-    local = local_loop(bound, size=512, page_size=64).transfer.local
-    reqs = [SimpleNamespace(origin_input_ids=[1] * length, to_finish=None) for length in (first, 200)]
-    local.waiting = [LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True) for req in reqs]
-    assert [end for _, end in local.pick(bound, 8, lambda req: True)] == ends
-
-
-def test_of_a_full_hit_a_whole_page_is_computed():
-    local = local_loop(8, size=64, page_size=8).transfer.local
-    hit = SimpleNamespace(length=16, path=[], evictable=0, in_last=0)
-    for most, taken in ((7, False), (8, True)):
-        local.policy = local.policy._replace(most=most)
-        assert local.should_compute(plain(origin_input_ids=[1] * 16), hit, lambda: 0) == taken
-
-
-def test_as_many_go_in_a_step_as_wait_for_each_that_decodes():
-    def others(loop: Loop) -> None:
-        for token in (3, 4, 5):
-            arrive([1] * 8 + [token] * 4, max_new=2)(loop)
-
-    loop = played({1: arrive([1] * 9, max_new=40), 6: others}, slice_tokens=4, size=256)
-    local, in_steps = loop.transfer.local, [part for part in loop.extended if part[0] != "r1"]
-    assert {(start, end) for _, start, end in in_steps} == {(8, 12)} and len(in_steps) == 3
-    # Two of them have room in one step, and the third has the next one.
-    assert len({loop.extended_in[part] for part in in_steps}) == 2
-    assert [local.most_tokens(decoding) for decoding in (0, 1, 8)] == [8, 4, 4]
 
 
 def test_a_full_hit_computes_the_last_page_anew_and_not_in_place():
@@ -260,23 +203,6 @@ def test_no_step_reads_what_it_writes(page_size: int):
     steps = [loop.extended_in[parts[rid]] for rid in ("r2", "r3", "r4", "r5")]
     assert steps[0] == steps[2] < steps[1] and steps[3] > steps[0]
     assert parts["r3"][1] == 12 and parts["r5"][1] == 16
-
-
-def test_slices_that_another_has_brought_meanwhile_are_left_out():
-    """A transfer of the same prompt is committed between two slices, at pages of one token."""
-
-    def second(loop: Loop) -> None:
-        arrive([1] * 8 + [2] * 11, max_new=3)(loop)
-
-    def bring(loop: Loop) -> None:
-        # The same tokens come by another way: as a request that has been asked of prefill.
-        loop.transfer.local.policy = loop.transfer.local.policy._replace(most=0)
-        loop.queue.policy.follow = False
-        arrive([1] * 8 + [2] * 11, max_new=3)(loop)
-
-    loop = played({1: arrive([1] * 8, max_new=20), 5: second, 6: bring}, slice_tokens=2, page_size=1)
-    computed = sum(end - start for rid, start, end in loop.extended if rid == "r2")
-    assert 1 <= computed < 12 and loop.asked_in.keys() >= {"r3"}
 
 
 def test_an_aborted_request_ends_when_its_slice_is_over():
@@ -350,38 +276,7 @@ def test_requests_that_need_prefill():
         assert not may_compute(plain(**more)), more
 
 
-def test_workers_that_need_prefill():
-    assert needs_prefill(None) is None
-    assert "states of a prefix" in needs_prefill("states")
-
-
 # ---- what prefill has seen ----
-
-
-def test_what_no_prefill_has_seen():
-    def node(parent: Any, tokens: int) -> Any:
-        return SimpleNamespace(parent=parent, key=SimpleNamespace(token_ids=[0] * tokens))
-
-    root = node(None, 0)
-    a = node(root, 8)
-    b = node(a, 4)
-    c = node(b, 6)
-
-    def unknown(in_last: int) -> int:
-        return unknown_to_prefill(SimpleNamespace(path=[a, b, c], in_last=in_last))
-
-    assert unknown(6) == 18 and unknown(2) == 14
-    note_known(a)
-    assert unknown(2) == 6
-    note_known(b)
-    assert unknown(6) == 6
-    upper = node(b, 2)
-    note_split(upper, c)
-    assert unknown_to_prefill(SimpleNamespace(path=[a, b, upper], in_last=2)) == 2
-    note_known(c)
-    note_split(upper, c)
-    assert unknown_to_prefill(SimpleNamespace(path=[a, b, upper], in_last=2)) == 0
-    assert unknown_to_prefill(SimpleNamespace(path=[], in_last=0)) == 0
 
 
 # ---- prefill's front ----
@@ -560,8 +455,7 @@ def test_a_batch_that_is_given_up_before_its_computed_prompt_is_answered():
     asyncio.run(serve())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize(("overlap", "places"), [(False, 1), (True, 3)])
 def test_who_has_its_kv_decodes_although_short_turns_keep_coming(overlap, places):
     """With more rows than places, each place that came free was first seen, and taken, by the step over prompts."""
     options = {"disaggregation_decode_local_prefill": "128"}
@@ -599,14 +493,6 @@ def test_who_has_its_kv_decodes_although_short_turns_keep_coming(overlap, places
     assert began and began[0] <= 16, loop.iterations
     # Nor do the others stand still.
     assert len(loop.told) >= began[0] + 8
-
-
-def test_how_many_of_few_places_prompts_take():
-    """One short turn would wait for a whole batch if those whose KV has arrived took all that came free."""
-    local = SimpleNamespace(waiting=[None] * 3, stood_back=False)
-    assert [places_for_prompts(local, places, 4) for places in (0, 2, 3, 6, 7)] == [0, 1, 2, 3, 7]
-    assert [places_for_prompts(local, 1, 4) for _ in range(4)] == [0, 1, 0, 1]
-    assert places_for_prompts(local, 1, 0) == 1
 
 
 def test_prefill_is_told_again_of_a_room_whose_second_request_was_refused(monkeypatch):

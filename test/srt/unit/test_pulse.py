@@ -30,16 +30,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_all_is_heard_for_as_long_as_the_process_runs(clock: Clock):
-    pulse = Pulse()
-    clock.now += 400
-    assert pulse.heard_until() == clock.now, "it has not begun"
-    for _ in range(8):
-        pulse.beat()
-        clock.now += BEAT_S
-        assert pulse.heard_until() == clock.now
-
-
 @pytest.mark.parametrize("asked_first", [False, True])
 @pytest.mark.parametrize("again", [0.0, LATE_S + 1])
 def test_after_a_standstill_what_had_waited_is_read_first(clock: Clock, asked_first: bool, again: float):
@@ -100,12 +90,6 @@ def test_a_request_that_waited_while_prefill_stood_still_is_not_begun(world, rea
     else:
         prefill.rooms.pulse.__init__()
     request.start_prefill().assert_fails(OVER)
-
-
-def test_the_time_for_which_prefill_may_write_is_read_once(world, monkeypatch: pytest.MonkeyPatch):
-    """Each step asks for it with each request that waits: 1 ms with 1000 of them."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "1")
-    assert world.prefill[0].manager.transfer_timeout == 300
 
 
 def test_of_several_decode_ranks_the_one_heard_first_counts(monkeypatch: pytest.MonkeyPatch):

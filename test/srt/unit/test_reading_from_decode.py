@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
-from prefill_loop import CHUNK, PAGE, POOL, PrefillLoop, PrefillScheduler
+from prefill_loop import PAGE, POOL, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation import decode_reads
 from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
@@ -20,7 +20,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 ROOM, OTHER, THIRD = 7001, 7002, 7003
 LEAST = 16
-LOOPS = [(ranks, overlap) for ranks in (1, 2) for overlap in (True, False)]
+LOOPS = [(1, False), (2, True)]
 
 
 @pytest.fixture(params=LOOPS, ids=[f"tp{ranks}-{'overlap' if overlap else 'normal'}" for ranks, overlap in LOOPS])
@@ -349,23 +349,6 @@ def test_what_prefill_has_of_it_is_locked_for_as_long_as_the_rest_is_read(
         assert_rests(scheduler)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_has_been_read_and_not_begun_counts_as_taken(ranks: int, monkeypatch: pytest.MonkeyPatch):
-    """At most half of the pool, with what is being read."""
-    loop = PrefillLoop(monkeypatch, ranks, False, reads=LEAST)
-    loop.arrive(96, OTHER)
-    loop.arrive(220, ROOM, held=200)
-    loop.run(3)
-    for scheduler in loop.schedulers:
-        found = scheduler.disagg_prefill_bootstrap_queue.reads
-        assert sum(held.tokens for held in found.held) == 200 and not found.tokens_out
-    loop.arrive(120, THIRD, held=100)
-    loop.run(40)
-    for scheduler in loop.schedulers:
-        assert (computed(scheduler, ROOM), computed(scheduler, THIRD)) == (20, 120)
-    assert_served(loop, OTHER, ROOM, THIRD)
-
-
 def test_what_is_cached_goes_for_it(loop: PrefillLoop):
     for room in (OTHER, THIRD):
         loop.arrive(240, room)
@@ -579,15 +562,6 @@ def test_an_offer_that_cannot_be_right_fails_its_request(loop: PrefillLoop):
         assert_rests(scheduler)
 
 
-def test_a_chunk_is_as_long_as_it_was(loop: PrefillLoop):
-    """What is read changes where a prompt's first chunk begins, and nothing else of it."""
-    loop.arrive(80 + 3 * CHUNK, ROOM, held=80)
-    loop.run(14)
-    for scheduler in loop.schedulers:
-        assert [step[f"request-{ROOM}"] for step in scheduler.steps] == [CHUNK] * 3
-    assert_served(loop, ROOM)
-
-
 def test_a_word_that_decode_computes_it_ends_what_was_read(loop: PrefillLoop):
     """It comes when all has been read and the request waits for its turn."""
     loop.arrive(200, OTHER)
@@ -676,8 +650,7 @@ def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch,
     assert_served(loop, *rooms)
 
 
-@pytest.mark.parametrize("held", [0, 80])
-@pytest.mark.parametrize("order", ["priority", "lpm"])
+@pytest.mark.parametrize(("order", "held"), [("priority", 80), ("lpm", 80), ("lpm", 0)])
 def test_who_may_overtake_does_not_wait_to_read(loop: PrefillLoop, order: str, held: int):
     """The first one waits for memory, for as long as a transfer stands still: no read begins, but others may."""
 

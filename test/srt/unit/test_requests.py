@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import xgrammar
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
@@ -363,17 +362,6 @@ def test_a_resumed_request_tells_its_last_token_to_no_grammar_twice(held: int | 
         grammar.accept_token(ord("b"))
 
 
-def test_the_mask_of_a_grammar_on_a_cpu():
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-
-    grammar = object.__new__(XGrammarGrammar)
-    mask = torch.zeros(2, 2, dtype=torch.int32)
-    mask[0, 0], mask[0, 1], mask[1, 0] = 1 << 3, 1 << 1, -(2**31)
-    logits = torch.zeros(2, 40)
-    grammar.apply_vocab_mask(logits=logits, vocab_mask=mask)
-    assert [(row == 0).nonzero().flatten().tolist() for row in logits] == [[3, 33], [31]]
-
-
 @pytest.mark.parametrize("low_first", [False, True])
 def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_first):
     """The engine gives them the least where there is no pair, and sorts by it whatever waits."""
@@ -514,30 +502,6 @@ def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
         assert time.monotonic() - began < 5
 
 
-def test_a_rank_is_told_once_and_asked_for_until_it_is_known(monkeypatch):
-    monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
-    answers, known, asked = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"](), {}, []
-
-    def question(addr: str, rooms: list[int]) -> dict[str, int]:
-        asked.append(rooms)
-        if not known:
-            raise OSError("not yet")
-        return {str(room): known[room] for room in rooms if room in known}
-
-    def ask(*rooms: int) -> dict[str, int]:
-        found = answers.query("a", list(rooms), question)
-        # What came late.
-        told = answers._told.get("a", {})
-        return found | {room: told.pop(room) for room in list(told)}
-
-    assert ask(5, 6) == {}
-    known[5] = 1
-    assert ask(5, 6) == {"5": 1}
-    known[6] = 0
-    assert ask(6) == {"6": 0}
-    assert asked == [[5, 6], [5, 6], [6]] and not answers._told and not answers._asking
-
-
 def test_the_ranks_of_thousands_are_told_and_those_that_nobody_asks_for_are_forgotten(monkeypatch):
     """Of more than 4096 requests at once all that was told was thrown away before it could be used, again and again."""
     questions = []
@@ -643,13 +607,6 @@ def test_each_prompt_has_one_adapter():
             made._validate_rid_not_in_flight(
                 normal(input_ids=[[1], [2]], lora_path=path, sampling_params={"n": n}, **room)
             )
-
-
-@pytest.mark.parametrize("media", [{"audio_data": ["a"]}, {"video_data": ["a"]}])
-def test_samples_of_sound_are_served(media):
-    """A chat has one modality for its one prompt, however many samples it asks for."""
-    obj = normal(sampling_params={"n": 3}, modalities=[name.removesuffix("_data") for name in media], **media)
-    door(DisaggregationMode.NULL)._validate_rid_not_in_flight(obj)
 
 
 def test_a_worker_without_a_tokenizer_is_not_asked_for_one():

@@ -17,8 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_pd_radix.supplied.cpu_host.attention import backend as batched
-from sglang_pd_radix.supplied.cpu_host.attention import extend, plan
-from sglang_pd_radix.supplied.shared_prefix.levels import Costs, LayerShape, choose_levels
+from sglang_pd_radix.supplied.cpu_host.attention import extend
 from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
 
 MAX_LEN, ROWS, SLOTS = 4096, 24, 16384
@@ -134,9 +133,10 @@ def block_tokens(block) -> int:
     return block.count * block.length if block.mask is None else int((block.mask == 0).sum())
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "page", "dtype"),
+    [("mha", 1, torch.float32), ("gqa", 16, torch.bfloat16), ("mqa", 16, torch.float32), ("mla", 1, torch.bfloat16)],
+)
 def test_levels_of_sharing_equal_the_engines_loop(kind, page, dtype):
     worker = Worker(kind, page, dtype)
     system = worker.new_pages(320, contiguous=True)  # a run of slots, read where it is
@@ -167,22 +167,6 @@ def test_rows_that_only_fill_a_batch_up_change_nothing(kind):
         worker.check_step([1, 2], padded=padded)
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_a_row_that_goes_to_another_request_of_the_same_length(page):
-    worker = Worker("gqa", page)
-    ours, others = worker.new_pages(64), worker.new_pages(64)
-    for row in range(3):
-        worker.enter(row, ours, own=10)
-    worker.enter(3, others, own=10)
-    for _ in range(3):
-        worker.check_step()
-    # As long as what the batch expects of this row in the next step: nothing but its slots tells.
-    worker.leave(1, 64)
-    worker.enter(1, others, own=13)
-    worker.check_step([0, 1, 2, 3])
-    worker.check_step([0, 1, 2, 3])
-
-
 def test_slots_that_the_cache_has_replaced():
     worker = Worker("mha", 16)
     held = worker.new_pages(64)
@@ -200,66 +184,7 @@ def test_slots_that_the_cache_has_replaced():
     worker.check_step()
 
 
-def test_a_batch_of_one_row_shares_nothing():
-    worker = Worker("gqa", 16)
-    prompt = worker.new_pages(64)
-    for row in (0, 1):
-        worker.enter(row, prompt, own=4)
-    worker.check_step()
-    rows, lens = np.array([0, 0]), np.array([60, 60])
-    worker.pool.write((1, slice(0, 64)), worker.new_pages(64).to(torch.int32))
-    table = worker.pool.req_to_token.numpy()
-    assert worker.batched._levels(table, rows, lens) == []
-    # What was written in between is still known to have been.
-    assert worker.batched._levels(table, np.array([0, 1]), lens) == []
-
-
-def test_one_step_is_planned_from_the_last(monkeypatch):
-    worker = Worker("gqa", 16)
-    for row in range(4):
-        worker.enter(row, worker.new_pages(32), own=5)
-    built = []
-    layout = plan.Layout.__init__
-    monkeypatch.setattr(plan.Layout, "__init__", lambda self, *a: (built.append(1), layout(self, *a))[1])
-    for _ in range(30):
-        worker.check_step()
-    assert len(built) == 1
-
-
-def test_nothing_shared_is_nothing_chosen():
-    prefixes = RunningPrefixes(1)
-    prefixes.add(0, np.arange(100, 200, dtype=np.int32))
-    prefixes.add(1, np.arange(300, 400, dtype=np.int32))
-    assert list(prefixes.shared()) == []
-
-
-def test_rows_that_part_within_a_page_share_the_pages_before_it():
-    prefixes = RunningPrefixes(4)
-    for row, parts_at in enumerate((100, 6, 2)):
-        slots = np.arange(17, dtype=np.int32)
-        slots[parts_at:] += 1000 * row
-        prefixes.add(row, slots)
-    assert [(node.start, node.end, node.members) for node in prefixes.shared()] == [(0, 4, {0, 1})]
-
-
-def test_a_level_has_to_pay():
-    shape = LayerShape(heads=16, kv_heads=8, dims=128, kv_bytes=4096)
-    costs = Costs(byte=0.16, product=0.034, score=2.4, piece=20_000, query=30)
-    for length, pays in ((2, False), (2048, True)):
-        prefixes = RunningPrefixes(1)
-        for row in range(8):
-            prefixes.add(row, np.r_[:length, 10**6 + row].astype(np.int32))
-        assert [level.end for level in choose_levels(prefixes, shape, costs)] == ([length] if pays else [])
-
-
 SHARE = "SGLANG_CPU_SHARED_PREFIX_ATTENTION"
-
-
-@pytest.mark.parametrize("word", ["off", "00"])
-def test_a_switch_that_says_neither_is_refused(monkeypatch, word):
-    monkeypatch.setenv(SHARE, word)
-    with pytest.raises(ValueError, match=f"{SHARE} is '{word}': give 1"):
-        Worker("gqa", 16)
 
 
 @pytest.mark.parametrize("no", ["0", "0 ", "False"])
@@ -311,9 +236,10 @@ def extends(worker: Worker, cached: list[int], mode: ForwardMode = ForwardMode.E
     return [out[: sum(new)] for out in found]
 
 
-@pytest.mark.parametrize("block", [16, 512])
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block"),
+    [("mha", torch.float32, 16), ("gqa", torch.bfloat16, 512), ("mqa", torch.float32, 16), ("mla", torch.float32, 512)],
+)
 def test_prompts_behind_what_is_cached_equal_the_engines_loop(kind, dtype, block, monkeypatch):
     """Prompts that are cached in small part, in large part, but for one token, and not at all; in a mixed batch too."""
     monkeypatch.setattr(extend, "BLOCK", block)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +14,7 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import handshakes, peer_liveness, peer_watch
+from sglang.srt.disaggregation.common import handshakes, peer_watch
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken
@@ -100,46 +98,6 @@ def test_all_peers_are_looked_at_together(silent: tuple[str, int]) -> None:
     assert nothing_listens("localhost", there[1]) and not nothing_listens("no such host.", 1)
 
 
-def test_a_look_takes_as_long_however_many_do_not_answer(silent: tuple[str, int], monkeypatch) -> None:
-    """One silent prefill of many ranks does not keep the watch from the others."""
-    waited: list[float] = []
-    poll = peer_liveness.select.poll
-
-    class Poll:
-        def __init__(self) -> None:
-            self.poller = poll()
-            self.register, self.unregister = self.poller.register, self.poller.unregister
-
-        def poll(self, ms: float) -> list:
-            waited.append(ms / 1000)
-            return self.poller.poll(ms)
-
-    monkeypatch.setattr(peer_liveness.select, "poll", Poll)
-    others = [(f"127.0.0.{i}", silent[1]) for i in range(2, 40)]
-    assert refusing([silent, *others]) == set()
-    assert sum(waited) <= 2 * peer_liveness.ANSWER_S
-
-
-def test_a_link_local_address_is_looked_at_on_its_link(monkeypatch) -> None:
-    """Without the scope the system knows no way to it, which says nothing of the peer."""
-    tried: list[tuple] = []
-
-    class Refused(socket.socket):
-        def __init__(self, family: int, kind: int) -> None:
-            assert family == socket.AF_INET6
-            super().__init__(socket.AF_INET, kind)
-
-        def connect_ex(self, at: tuple) -> int:
-            tried.append(at)
-            return errno.ECONNREFUSED if at[-1] else errno.EINVAL
-
-    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 5, 0, 7))]
-    monkeypatch.setattr(peer_liveness.socket, "getaddrinfo", lambda host, port, type, flags=0: found)
-    monkeypatch.setattr(peer_liveness.socket, "socket", Refused)
-    assert refusing([("fe80::1%eth0", 5)]) == {("fe80::1%eth0", 5)}
-    assert tried == [("fe80::1", 5, 0, 7)]
-
-
 def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no_threads) -> None:
     """As when requests name many prefills that do not answer, each of which is asked by a thread. Later it is asked."""
     asked: list[str] = []
@@ -159,16 +117,6 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
     known: dict[str, int] = {}
     until(lambda: known.update(ask()) or (known and asked), "all have been asked")
     assert known == {"5": 3}
-
-
-def test_a_scheduler_without_a_thread_does_not_fill_its_log(monkeypatch, caplog, no_threads) -> None:
-    """It asks again in each step, thousands of times a second."""
-    monkeypatch.setattr(handshakes, "_said_at", -math.inf)
-    answers = RankAnswers()
-    with no_threads():
-        for _ in range(100):
-            answers.query("127.0.0.1:1", [5], lambda addr, rooms: {})
-    assert [record.getMessage() for record in caplog.records] == ["Peers cannot be asked now: can't start new thread"]
 
 
 def test_pages_of_a_silent_prefill_are_kept_and_those_of_one_that_is_gone_are_not(world: Any, monkeypatch) -> None:
@@ -323,24 +271,7 @@ def test_a_handshake_is_made_without_standing_still_and_once_for_all(world: Any,
     assert not manager.connections._attempts
 
 
-def test_what_the_bootstrap_server_does_not_say_fails_those_that_waited(world: Any, monkeypatch) -> None:
-    gate = gate_of(world, monkeypatch)
-    gate.answer = lambda answer: None
-    receivers = [begin(world, room) for room in (1, 2)]
-    gate.open.set()
-    for receiver in receivers:
-        until(lambda receiver=receiver: receiver.poll() == KVPoll.Failed, "its failure")
-        with pytest.raises(Exception, match=r"handshake with prefill .* does not say where its ranks listen"):
-            receiver.failure_exception()
-    # The next one asks anew.
-    gate.answer = lambda answer: answer
-    later = begin(world, 3)
-    until(lambda: later.poll() == KVPoll.WaitingForInput, "the handshake")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"rank_port": "5"}, {"rank_port": True}, {"rank_port": 65536}, {"rank_ip": ""}, {"rank_ip": None}, 7]
-)
+@pytest.mark.parametrize("wrong", [{"rank_port": "5"}, {"rank_port": 65536}, {"rank_ip": None}, 7])
 def test_an_answer_that_names_no_place_fails_those_that_waited(world: Any, monkeypatch, wrong: Any) -> None:
     """Who watches prefills would stumble over it at every look, and find out of none that it is gone."""
     gate = gate_of(world, monkeypatch)
@@ -354,26 +285,6 @@ def test_an_answer_that_names_no_place_fails_those_that_waited(world: Any, monke
     gate.answer = lambda answer: answer
     later = begin(world, 2)
     until(lambda: later.poll() == KVPoll.WaitingForInput, "the handshake")
-
-
-def test_one_prefill_whose_loss_cannot_be_told_hides_no_other(world: Any, monkeypatch, caplog) -> None:
-    manager = world.decode[0].manager
-    (known,) = manager.prefill_info_table.values()
-    told: list[str] = []
-
-    def on_lost(addr: str) -> None:
-        told.append(addr)
-        if addr == "sad:1":
-            raise KeyError(addr)
-
-    monkeypatch.setattr(manager, "_handle_node_failure", on_lost)
-    for addr, port in (("sad:1", 1), ("lost:1", 1), ("fine:1", 2)):
-        manager.prefill_info_table[addr] = known
-        manager.connection_pool[f"{addr}_0_0_0"] = [{"rank_ip": "10.0.0.1", "rank_port": port}]
-    manager.connection_pool["forgotten:1_0_0_0"] = [{"rank_ip": "10.0.0.1", "rank_port": 1}]
-    manager.peer_sockets._lost["10.0.0.1", 1] = Loss(0.0, gone=True)
-    peer_watch.fail_lost_prefills(manager)
-    assert told == ["sad:1", "lost:1"] and "Could not fail the requests of prefill sad:1" in caplog.text
 
 
 @pytest.mark.parametrize("size", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])

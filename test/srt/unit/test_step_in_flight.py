@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -181,7 +180,7 @@ def test_tp_ranks_overlap_their_steps_alike(pair, page_size):
 
     # A rank that has raised leaves the other in a collective: not something to look for a smaller case with.
     @given(script=scripts, size=st.sampled_from([32, 40]), lags=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
-    @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
     def play(script, size, lags):
         nonlocal behind
         turns = assert_same(pair.run(overlapped, page_size, size, script, lags))
@@ -201,7 +200,7 @@ def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size
     behind = 0
 
     @given(script=scripts, size=st.sampled_from([32, 40]))
-    @settings(max_examples=40 if states is None and windows is None else 20, deadline=None)
+    @settings(max_examples=30 if states is None and windows is None else 15, deadline=None)
     def play(script, size):
         nonlocal behind
         # Nothing reserved for answers: requests are retracted, and the tree is evicted.
@@ -246,7 +245,7 @@ def until_asked(page_size: int, length: int) -> tuple[Loop, int]:
     return loop, loop.asked_in[made[2].req.rid]
 
 
-@pytest.mark.parametrize("page_size, length", [(1, 14), (1, 15), (4, 9), (4, 13)])
+@pytest.mark.parametrize("page_size, length", [(1, 14), (4, 13)])
 def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monkeypatch, page_size, length):
     """Trap 28. Without the fence a page has two writers."""
     fenced, later = until_asked(page_size, length)
@@ -255,38 +254,6 @@ def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monk
     bare, asked_in = until_asked(page_size, length)
     assert bare.wrong
     assert later == asked_in + 1
-
-
-def test_the_row_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch):
-    """Trap 29. The last free row is one that a step in flight reads."""
-
-    def play() -> Loop:
-        loop = Loop(size=64, page_size=4, max_reqs=1)
-        made: list[DecodeRequest] = []
-
-        def between() -> None:
-            # The second stays in transfer. The third comes when the first has ended.
-            if len(made) < 2 or (loop.told and len(made) == 2):
-                made.append(loop.arrive([1 + len(made)] * 6, max_new=3))
-                loop.handshake(made[-1])
-            if made[0] in loop.asked:
-                loop.complete(made[0])
-            if len(made) == 3 and made[2] in loop.asked:
-                raise LoopEnds
-            assert loop.iterations < 50, "the loop does not come to an end"
-
-        try:
-            loop.run(between)
-        except AssertionError as error:
-            assert "a row that a step in flight reads" in str(error)
-        return loop
-
-    fenced = play()
-    assert not fenced.wrong
-    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
-    bare = play()
-    assert bare.wrong
-    assert fenced.asked_in["r3"] == bare.asked_in["r3"] + 1
 
 
 def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch):
@@ -451,33 +418,3 @@ def test_a_weight_update_waits_for_what_clients_have_left_behind(left: str):
     # At once when there is nobody.
     loop.ask_for_update()
     assert len(loop.updated) == 2 and loop.weights == 3
-
-
-def test_answers_that_end_with_their_first_token_are_freed_together(monkeypatch):
-    """Each waited for the device once: 16 of them 16 times in one step."""
-
-    def frees(num_reqs: int) -> list[int]:
-        loop = Loop(size=4096, page_size=16, max_reqs=32)
-        freed, calls, live = [], [], []
-        unique = torch.unique
-        monkeypatch.setattr(torch, "unique", lambda *args, **kwargs: (calls.append(1), unique(*args, **kwargs))[1])
-
-        def between() -> None:
-            freed.append(len(calls))
-            calls.clear()
-            if loop.iterations == 1:
-                for n in range(num_reqs):
-                    live.append(loop.arrive([1 + n] * 3 + [1 + n * j % 7 for j in range(37)], max_new=1))
-                    loop.handshake(live[-1])
-            for decode_req in loop.asked:
-                loop.complete(decode_req)
-            if loop.iterations > 6:
-                raise LoopEnds
-
-        loop.run(between)
-        assert all(one.req.finished() for one in live)
-        loop.check()
-        monkeypatch.setattr(torch, "unique", unique)
-        return freed
-
-    assert frees(16) == frees(1)

@@ -6,13 +6,11 @@ import asyncio
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import prometheus_client
 import pytest
 from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-from sglang.srt.disaggregation.decode_budget import Memory
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters, count_runs, pages
+from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
@@ -82,43 +80,6 @@ def test_what_decode_held_is_counted_among_the_cached_tokens(registry, monkeypat
     } == counted
 
 
-def test_prefill_counts_what_it_sends(registry):
-    counters = KvTransferCounters("m", "prefill", enabled=True)
-    counters.sent(100, 30, 2)
-    counters.sent(7)
-    counters.sent_states(5)
-    assert told(registry) == {
-        "kv_transfer_sent_bytes_total": 107, "kv_transfer_saved_bytes_total": 30, "kv_transfer_runs_total": 2,
-        "kv_transfer_state_bytes_total": 5,
-    }  # fmt: skip
-
-
-def test_decode_counts_what_it_held_and_what_came(registry):
-    counters = KvTransferCounters("m", "decode", enabled=True)
-    counters.committed(100, 64)
-    counters.blocked()
-    counters.followed(48, 1.5)
-    # What the tree held of it can have been evicted meanwhile.
-    counters.followed(-16, 0.5)
-    counters.overtaken(3)
-    counters.mismatched()
-    counters.itl_target(0.02)
-    counters.itl(0.018, 0.019)
-    counters.itl_waiting(3)
-    counters.itl_held()
-    counters.tree(70, 30)
-    counters.tree(60, 20)
-    assert told(registry) == {
-        "decode_prompt_tokens_total": 100, "decode_prefix_hit_tokens_total": 64,
-        "decode_transferred_tokens_total": 36, "decode_admissions_blocked_total": 1,
-        "decode_followed_requests_total": 2, "decode_followed_tokens_total": 48, "decode_following_seconds_total": 2,
-        "decode_overtaken_requests_total": 3, "decode_page_digest_mismatches_total": 1,
-        "decode_itl_target_seconds": 0.02, "decode_step_seconds": 0.018, "decode_step_predicted_seconds": 0.019,
-        "decode_itl_waiting_requests": 3, "decode_itl_held_requests_total": 1,
-        "decode_radix_tree_tokens": 80, "decode_radix_evictable_tokens": 60, "decode_radix_protected_tokens": 20,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("dp_rank", [None, 0, 1])
 def test_labels(registry, dp_rank):
     KvTransferCounters("m", "decode", enabled=True, dp_rank=dp_rank).blocked()
@@ -126,16 +87,6 @@ def test_labels(registry, dp_rank):
     labels = {frozenset((key, value) for key, value in s.labels.items() if key != "cause") for s in samples}
     expected = {"model_name": "m", "engine_type": "decode"}
     assert labels == {frozenset((expected if dp_rank is None else expected | {"dp_rank": str(dp_rank)}).items())}
-
-
-def test_one_set_of_counters_for_each_role(registry):
-    def args(mode: str) -> SimpleNamespace:
-        # No process has both, and so no registry the metrics of both.
-        return SimpleNamespace(served_model_name="m", disaggregation_mode=mode, enable_metrics=mode == "decode")
-
-    first = KvTransferCounters.get(args("decode"), dp_rank=3)
-    assert KvTransferCounters.get(args("decode")) is first and first._labels["dp_rank"] == "3"
-    assert KvTransferCounters.get(args("prefill")) is not first
 
 
 def scheduler_of(mode: str, dp_size: int = 1, **ranks: int) -> SimpleNamespace:
@@ -187,13 +138,6 @@ def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, rank
     assert found["decode_page_digest_mismatches_total"] == found["kv_transfer_peers_lost_total"] == 1
 
 
-def test_bytes_are_counted_by_all_ranks(registry):
-    counters = KvTransferCounters.of(scheduler_of("prefill", attn_tp_rank=1))
-    counters.sent(100, 30, 2)
-    counters.sent_states(5)
-    assert sorted(told(registry).values()) == [2, 5, 30, 100]
-
-
 @pytest.mark.parametrize(
     ("lens", "theirs", "page_bytes"),
     [
@@ -234,32 +178,3 @@ def test_without_metrics_nothing_is_counted(registry, role):
     counters.itl_held()
     counters.tree(1, 1)
     assert not list(registry.collect())
-
-
-@pytest.mark.parametrize(
-    ("sources", "targets", "runs"),
-    [
-        ([1, 2, 3], [7, 8, 9], 1),
-        ([1, 2, 4], [7, 8, 9], 2),
-        ([1, 2, 3], [7, 9, 10], 2),
-        ([1, 2, 4, 5], [7, 9, 10, 11], 3),
-        ([1, 3, 5], [2, 4, 6], 3),
-        ([3, 2, 1], [1, 2, 3], 3),
-        ([5], [9], 1),
-        ([], [], 0),
-        ([1, 2, 9], [7, 8], 1),
-        ([1, 2], [7, 8, 20], 1),
-        ([], [7], 0),
-    ],
-)
-def test_runs_are_contiguous_on_both_sides(sources, targets, runs):
-    assert count_runs(np.array(sources, np.int32), np.array(targets, np.int32)) == runs
-
-
-def test_pages_and_memory():
-    assert [pages(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    have = Memory(100, 10)
-    assert have.plus(Memory(5, 2)) == Memory(105, 12)
-    assert have.covers(Memory(60, 4), Memory(30, 5), Memory(10, 1))
-    assert not have.covers(Memory(61, 4), Memory(30, 5), Memory(10, 1))
-    assert not have.covers(Memory(60, 5), Memory(30, 5), Memory(10, 1))

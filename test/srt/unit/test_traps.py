@@ -1139,36 +1139,6 @@ def test_trap_33_a_lock_is_given_back_along_the_path_on_which_it_was_taken(page_
     assert world.tree.locks_taken == world.tree.locks_released and world.tree.protected_size() == 0
 
 
-class Looked(list):
-    """A queue that counts how often it is looked through."""
-
-    times = 0
-
-    def __iter__(self):
-        self.times += 1
-        return super().__iter__()
-
-
-def test_a_request_that_comes_does_not_look_at_all_that_wait():
-    """Behind ten thousand that took 1.5 ms for each, in the step of the scheduler in which it came."""
-    world = World()
-    queue = world.queue
-    waiting = queue.queue = Looked()
-
-    def enqueue(req: Req) -> DecodeRequest:
-        waiting.append(DecodeRequest(req, Receiver(world, req)))
-        return waiting[-1]
-
-    queue._create_receiver_and_enqueue = enqueue  # type: ignore[method-assign]
-    queue._resolve_prefill_dp_rank = lambda req: None  # type: ignore[method-assign]
-    for n in range(1, 9):
-        queue.add(Req(f"a{n}", "", tokens(n, 9), SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=n))
-    assert len(waiting) == len(queue.rooms) == 8 and waiting.times == 0
-    for kept in (waiting, queue.pending_reqs, queue.announcements.unannounced):
-        kept.clear()
-    assert not queue.rooms
-
-
 def test_a_second_live_request_of_one_room_is_refused():
     """In the engine one ends the other's books, and then the scheduler."""
     world = World()

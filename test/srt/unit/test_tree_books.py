@@ -7,14 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decode_world import World
-from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
 from sglang.srt.managers import kv_pool_state
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.mem_cache import tree_audit
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import MRUStrategy
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_traps import serve, serve_to_end, tokens
 
 PAGE = 4
@@ -26,23 +23,6 @@ def world_with(**attributes) -> World:
         setattr(world.tree, name, value)
     world.tree.reset()
     return world
-
-
-@pytest.mark.parametrize("shortfall", [PAGE, 5 * PAGE, 12 * PAGE])
-def test_every_page_that_is_evicted_is_told_to_those_who_listen(shortfall):
-    world = world_with(enable_kv_cache_events=True, kv_event_queue=[])
-    for n in (1, 2):
-        serve_to_end(world, tokens(n, 8 * PAGE))
-    held = [event for event in world.tree.take_events() if isinstance(event, BlockStored)]
-    blocks = {block for event in held for block in event.block_hashes}
-    assert len(blocks) == 16
-    assert world.tree.evict_shortfall(shortfall) == shortfall
-    events = world.tree.take_events()
-    gone = [block for event in events if isinstance(event, BlockRemoved) for block in event.block_hashes]
-    assert len(gone) == len(set(gone)) == shortfall // PAGE and set(gone) <= blocks
-    # Of a prompt that is evicted in part, the last pages.
-    stored = [block for event in held for block in event.block_hashes]
-    assert set(gone) == set(stored[:8][-len(gone):]) if len(gone) <= 8 else set(gone) > set(stored[:8])  # fmt: skip
 
 
 def test_the_last_used_goes_first_by_the_policy_that_says_so():
@@ -218,62 +198,3 @@ def test_rows_and_buffers_are_free_once():
 
 
 # ---- what waits ----
-
-
-def test_of_a_leaf_the_longest_part_that_somebody_waits_for_is_wanted():
-    world = World(size=128, page_size=PAGE)
-    serve_to_end(world, tokens(1, 32))
-    watches = world.tree.watches
-    (leaf,) = world.tree.evictable_leaves
-    assert watches.wanted(leaf) == watches.waiting(leaf) == 0
-    short, long = (watches.add(tokens(1, n) + tokens(2, 8), None) for n in (8, 20))
-    assert (short.length, long.length) == (8, 20)
-    assert watches.wanted(leaf) == 20 and watches.waiting(leaf) == 2
-    # What a leader matched is locked by its request: nothing is kept for it.
-    watches.lead(long)
-    assert watches.wanted(leaf) == 8 and watches.waiting(leaf) == 1
-    watches.remove(short)
-    assert watches.wanted(leaf) == watches.waiting(leaf) == 0
-    watches.remove(long)
-    assert watches.on_the_way == 0 and not list(watches) and not watches._at
-
-
-def test_a_flush_takes_from_a_watch_what_it_had_matched():
-    world = World(size=128, page_size=PAGE)
-    prompt = tokens(1, 32)
-    serve_to_end(world, prompt)
-    watch = world.tree.watches.add(prompt, None)
-    assert watch.length == watch.in_last == 32
-    assert world.flush()
-    assert (watch.length, watch.in_last, watch.node) == (0, 0, world.tree.root_node)
-    assert watch.peek() == world.tree.peek(prompt, None)
-    world.tree.insert(InsertParams(key=RadixKey(prompt[:16], None), value=world.allocator.alloc(16)))
-    assert watch.length == 16 and watch.peek() == world.tree.peek(prompt, None)
-
-
-def test_each_arrival_and_each_end_of_a_leader_is_seen():
-    watches = World(size=128, page_size=PAGE).tree.watches
-    seen = [watches.leader_version]
-    first, second = (watches.add(tokens(1, 16) + tokens(n, 8), None) for n in (2, 3))
-    for act in (watches.lead, watches.remove):
-        act(first)
-        seen.append(watches.leader_version)
-    assert len(set(seen)) == 3 and watches.on_the_way == 0
-    assert watches.leader(second) is None
-
-
-def test_a_leader_that_brings_too_little_is_passed_over():
-    watches = World(size=128, page_size=PAGE).tree.watches
-    near, far = (watches.add(tokens(1, n) + tokens(n, 40), None) for n in (8, 20))
-    follower = watches.add(tokens(1, 32), None)
-    watches.lead(near, 8)
-    assert watches.leader(follower) == (near, 8)
-    watches.lead(far, 20)
-    assert watches.leader(follower) == (far, 20)
-    watches.remove(far)
-    assert watches.leader(follower) == (near, 8)
-    watches.remove(near)
-    assert watches.leader(follower) is None
-    barely = watches.add(tokens(1, 8) + tokens(5, 40), None)
-    watches.lead(barely, 9)
-    assert watches.leader(follower) is None

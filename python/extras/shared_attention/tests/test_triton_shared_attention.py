@@ -194,70 +194,6 @@ def test_logit_cap_and_sinks():
     assert worker.read_together() == 2 * 40
 
 
-def test_a_row_that_goes_to_another_request_of_the_same_length():
-    worker = Worker(2, 1, 16, page=16)
-    ours, others = worker.new_pages(32), worker.new_pages(32)
-    for row in range(2):
-        worker.enter(row, ours, own=4)
-    worker.enter(2, others, own=4)
-    worker.check_step()
-    assert worker.read_together() == 32
-    # As long as what the batch expects of this row in the next step. A kernel of the engine writes it, not the pool.
-    worker.leave(1, 32)
-    request = SimpleNamespace(req_pool_idx=1, is_chunked=1)
-    assert worker.pool.alloc([request]) == [1]
-    slots = torch.cat([others, worker.new_pages(5)])[:37]
-    worker.pool.req_to_token[1, :37] = slots.to(torch.int32)
-    worker.lens[1] = 37
-    worker.check_step([0, 1, 2])
-    assert worker.read_together() == 32
-    assert {tuple(node.members) for node in worker.shared.groups.prefixes.shared()} == {(1, 2)}
-
-
-def test_slots_that_the_cache_has_replaced():
-    worker = Worker(2, 1, 16, page=16)
-    held = worker.new_pages(32)
-    worker.enter(0, held, own=5)
-    worker.enter(1, held[:0], own=37)
-    worker.check_step()
-    assert worker.read_together() == 0
-    # Row 1 had computed the same prompt itself; its copy goes back to the pool and is overwritten there.
-    copy = worker.slots(1)[:32]
-    for held_kv, buffer in ((b[held].clone(), b) for b in worker.kv.k_buffer + worker.kv.v_buffer):
-        buffer[copy] = float("nan")
-        buffer[held] = held_kv
-    worker.pool.write((1, slice(0, 32)), held.to(torch.int32))
-    worker.check_step()
-    assert worker.read_together() == 32
-
-
-def test_a_batch_that_stays_is_planned_once(monkeypatch):
-    worker = Worker(2, 1, 16)
-    prompt = worker.new_pages(40)
-    for row in range(2):
-        worker.enter(row, prompt, own=4)
-    worker.check_step()
-    monkeypatch.setattr(triton_shared, "make_plan", lambda *a: pytest.fail("planned again"))
-    worker.check_step()
-    assert worker.read_together() == 40
-
-
-def test_a_batch_that_nobody_told_of_is_the_engines():
-    worker = Worker(2, 1, 16)
-    prompt = worker.new_pages(40)
-    for row in range(2):
-        worker.enter(row, prompt, own=4)
-    worker.check_step()
-    for rows in ([0, 1], [0, 0]):
-        batch = worker.next_batch([0, 1])
-        batch.req_pool_indices = torch.tensor(rows)
-        if rows == [0, 0]:
-            worker.tell(batch)  # a dummy batch of the engine
-        worker.shared.init_forward_metadata(batch)
-        assert worker.shared._launch is None
-        assert worker.shared.forward_metadata.kv_indptr.tolist()[-1] == int(batch.seq_lens.sum())
-
-
 class CapturedGraph:
     """What a CUDA graph keeps of a layer: kernels, grids and arguments as they were at capture."""
 
@@ -625,33 +561,3 @@ def test_the_kernels_compile_for_gpus_without_spilling_registers(tmp_path):
     assert len(lines) == 8
     for _, _, memory, spilled in lines:
         assert int(memory) <= 99 << 10 and int(spilled) <= 128, run.stdout
-
-
-def test_many_levels_keep_within_the_memory_for_partial_results():
-    prefixes = RunningPrefixes(1)
-    for row in range(8):  # each shares one token more with the next ones than the row before
-        prefixes.add(row, np.r_[: 10 * row + 10, 10**6 + row].astype(np.int32))
-    free, shape = Costs(byte=1, product=0, score=0, piece=0, query=0), LayerShape(1, 1, 32, 1)
-    all_levels = triton_plan.levels_within(prefixes, shape, free, 1000)
-    few = triton_plan.levels_within(prefixes, shape, free, 16)
-    assert sum(len(level.rows) for level in all_levels) == 8 + 7 + 6 + 5 + 4 + 3 + 2
-    assert 0 < sum(len(level.rows) for level in few) <= 16
-
-
-def test_a_plan_that_saves_less_than_a_call_takes_is_not_used(monkeypatch):
-    worker = Worker(2, 1, 16)
-    prompt = worker.new_pages(40)
-    for row in range(3):
-        worker.enter(row, prompt, own=4)
-    worker.check_step()
-    assert worker.read_together() == 2 * 40
-    gain = worker.shared._plan.gain(worker.shared._shape, worker.shared._costs)
-    assert gain == pytest.approx(2 * 40 * 2 * 16 * 4 / triton_shared.BANDWIDTH)
-    for call, together in ((1.01 * gain, 0), (0.99 * gain, 2 * 40)):
-        monkeypatch.setattr(triton_shared, "CALL", call)
-        worker.leave(0, 40)
-        worker.check_step()
-        assert worker.read_together() == 0, "what two share is half of that"
-        worker.enter(0, prompt, own=4)
-        worker.check_step()
-        assert worker.read_together() == together
