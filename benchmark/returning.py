@@ -2,7 +2,7 @@
 
     python benchmark/returning.py --runs 3
     python benchmark/returning.py --clients 24 --turns 4 --prefill-pool 16384 --json returning.json
-    python benchmark/returning.py --sides "off,tree and host,write_back,write_through_selective"
+    python benchmark/returning.py --sides "off,tree and host,write_through_selective"
 
 One prefill and a decode worker for each side: the flag off, on, on with --enable-hierarchical-cache, and that with
 another --hicache-write-policy (only with --sides). Each client has a
@@ -33,7 +33,7 @@ from sglang_pd_radix.tools.cluster import RADIX_FLAG, Cluster
 from sglang_pd_radix.tools.make_model import make_model
 from sglang_pd_radix.tools.workers import server_info
 
-SIDES = ("off", "tree", "tree and host", "write_back", "write_through_selective")
+SIDES = ("off", "tree", "tree and host", "write_through_selective")
 # Tokens: of a first message, of a question, of an answer.
 DOCUMENT, QUESTION, ANSWER = 1000, 60, 64
 PAGE = 16

@@ -331,9 +331,7 @@ class ServerArgs(engine.ServerArgs):
 
             checks.check(self)
         if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
-            from sglang.srt.mem_cache.host_tier import checks as host_tier
             from sglang.srt.mem_cache.host_tier.storage import read_options
 
             if self.hicache_storage_backend is not None:
                 read_options(self)
-            host_tier.check_free(self)

@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntimeCheckerMixin
+from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from speculating_loop import SpeculatingLoop
 from test_followers import asked, queue
@@ -68,7 +69,7 @@ def known(world: World, figures: list[int]) -> ItlGate:
 
 
 def made(ms: float, figures: list[int] | None = None, shares: bool = False) -> ItlGate:
-    tree: Any = SimpleNamespace(protected_size_=1000, nodes_in_use=lambda: [])
+    tree: Any = SimpleNamespace(protected_size_=1000, tier=NO_TIER)
     gate = ItlGate(ms, tree, shares)
     if figures is not None:
         gate.take(figures)

@@ -379,7 +379,7 @@ def _locks_unread(tree: DecodeRadixCache, live: LiveReqs, coming: Sequence[Req])
     counted = set(map(id, coming))
     others = [req.last_node for req in (*live.quarantined, *live.coming) if id(req) not in counted]
     locks: Counter[TreeNode] = Counter()
-    for node in chain(tree.nodes_in_use(), others):
+    for node in chain(tree.tier.nodes_in_use(), others):
         while node is not None and node.parent is not None:
             locks[node] += 1
             node = node.parent
