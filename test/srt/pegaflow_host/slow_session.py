@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.pegaflow.calls import Counters, Load, Lookup, Save
+from sglang.srt.mem_cache.pegaflow.session import Counters, Load, Lookup, Save
 
 
 class SlowSession:

@@ -181,7 +181,7 @@ class SmallEngine:
         leaves, tokens, stack = set(), 0, list(tree.root_node.children.values())
         while stack:
             node = stack.pop()
-            assert node.lock_ref == 0 and len(node.key) == len(node.value) == len(node.page_hashes) * self.page
+            assert node.lock_ref == 0 and len(node.key) == len(node.value) == len(node.page_names) * self.page
             tokens += len(node.key)
             stack.extend(node.children.values())
             if not node.children:

@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
 from sglang.srt.mem_cache.host_tier.memory import HostMemory
 from sglang.srt.mem_cache.host_tier.tier import HostTier
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
@@ -128,15 +127,11 @@ class Receiver:
 
 
 class HostSizes(NamedTuple):
-    """A host tier: its tokens, after how many uses something is saved, and whether copies end when a test says so.
-
-    ahead: whether what evictions take next is saved, and nothing else.
-    """
+    """A host tier: its tokens, after how many uses something is saved, and whether copies end when a test says so."""
 
     tokens: int
     hits: int = 1
     late: bool = False
-    ahead: bool = False
 
 
 class LateCopies:
@@ -249,8 +244,7 @@ class World(DecodeWorker):
         pools = [(self.kv, pool), *self.draft_pools(sizes, params.page_size)]
         memory = HostMemory(pools, "direct", lambda: None)
         memory = LateCopies(memory) if sizes.late else memory
-        ahead = SaveAhead(tree) if sizes.ahead else None
-        self.tier = HostTier(tree, host_tree(tree, sizes.tokens, self.host_class), memory, sizes.hits, ahead)
+        self.tier = HostTier(tree, host_tree(tree, sizes.tokens, self.host_class), memory, sizes.hits)
         tree.attach(self.tier)
         return tree
 
@@ -485,7 +479,7 @@ class World(DecodeWorker):
         holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
         holders += [req for req in local if all(req is not other for other in holders) and not req.finished()]
         # I1: every token is somewhere, once; every lock has its holder.
-        saving = list(self.tree.nodes_in_use())
+        saving = list(self.tree.tier.nodes_in_use())
         nodes = [r.last_node for r in holders] + saving
         if self.windows is None:
             wrong = self.tree.audit(nodes)
@@ -542,7 +536,7 @@ class World(DecodeWorker):
             self.check_window(req, tokens)
         for tokens, slots in self._tree_paths(self.tree):
             self._check_kv(slots, tokens, self.weights)
-        if not holders and self.idle() and not getattr(self.tree, "busy", False):
+        if not holders and self.idle() and not self.tree.tier.busy:
             # As the worker itself looks at it.
             assert Pools(self.tree, self.allocator, self.pool, self.size).audit() == []
         if self.tier is not None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from decode_world import kv_of
 from overlapped_loop import Loop, LoopScheduler
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.mem_cache.pegaflow.calls import Load, Lookup, Save
-from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
+from sglang.srt.mem_cache.page_names import first_hash, page_names
+from sglang.srt.mem_cache.pegaflow.session import Load, Lookup, Save
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
@@ -145,7 +145,7 @@ class PegaFlowLoop(Loop):
         decode_req = super().arrive(prompt, *args, **options)
         # As `DecodePreallocQueue.add`, which this world goes without.
         self.queue.schedule.entry_of(decode_req)
-        self.queue.loads.begin(decode_req)
+        self.queue.fetch(decode_req)
         return decode_req
 
     def slots_being_computed(self) -> set[int]:
@@ -156,13 +156,13 @@ class PegaFlowLoop(Loop):
     def names_of(self, tokens: list[int]) -> list[bytes]:
         """By which the server knows the whole pages of ``tokens``."""
         end = len(tokens) // self.page_size * self.page_size
-        return page_hashes(tokens[:end], self.page_size, first_hash(None))
+        return page_names(tokens[:end], self.page_size, first_hash(None))
 
     def check(self) -> None:
         super().check()
         # What the server may write to is nobody else's.
         open_loads = [found.load for found in self.tree.prefetches.open if found.load is not None]
-        held = [*open_loads, *self.tree.fenced.pages]
+        held = [*open_loads, *self.tree.fenced]
         assert set(map(id, getattr(self.session, "loads", ()))) <= set(map(id, held))
         slots = [slot for one in held for slot in one.slots.tolist()]
         pool = self.tree.pool
@@ -171,4 +171,4 @@ class PegaFlowLoop(Loop):
         assert not {slot // self.page_size for slot in slots} & free
 
     def idle(self) -> bool:
-        return super().idle() and not (self.tree.busy or self.tree.fenced.pages)
+        return super().idle() and not (self.tree.busy or self.tree.fenced)

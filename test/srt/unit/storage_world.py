@@ -13,12 +13,11 @@ import torch.distributed as dist
 from decode_world import HostSizes, World
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.mem_cache.host_tier.storage import HostStorage
-from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
-from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
+from sglang.srt.mem_cache.host_tier.storage_fetches import Fetch, Limits, read_pages
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
-from sglang.srt.mem_cache.host_tier.storage_reads import Fetch, read_pages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
+from sglang.srt.mem_cache.page_names import first_hash, page_names
 from storage_kinds import Inside, opened
 
 PAGE = 4
@@ -96,15 +95,13 @@ class StorageWorld(World):
         self.threads = threads(self.files, pages, str(folder))
         self.storage = HostStorage(self.tier.host, self.threads, limits, writes)
         self.tier.storage = self.storage
-        # The queue was made before it.
-        self.queue.loads = type(self.queue.loads)(self.tree)
 
     def arrive(self, prompt: list[int], *args: Any, **options: Any) -> DecodeRequest:
         decode_req = super().arrive(prompt, *args, **options)
         # As `DecodePreallocQueue.add`, which this world goes without.
         self.queue.schedule.entry_of(decode_req)
         if decode_req.req.bootstrap_host == "10.0.0.1":
-            self.queue.loads.begin(decode_req)
+            self.queue.fetch(decode_req)
         return decode_req
 
     def _flush(self) -> bool:

@@ -467,22 +467,6 @@ def test_a_flush_while_it_is_written_and_fetched(any_world):
     assert one.serve(prompt) == 24
 
 
-def test_clearing_it(any_world):
-    one, two = any_world(), any_world()
-    prompt = tokens(1, 24)
-    one.serve(prompt)
-    one.storage.clear()
-    assert not one.inside.names()
-    if isinstance(one.files, PagesInFiles):
-        one.until(lambda: not list(one.files.path.parent.glob("*.gone*")), step=False)
-    assert two.serve(prompt) == 0
-    # What host memory has is written again with what comes behind it.
-    two.storage.clear()
-    one.serve(prompt + tokens(9, 4))
-    one.forget()
-    assert one.serve(prompt + tokens(9, 4)) == 28
-
-
 def test_new_weights_do_not_read_what_the_old_have_written(any_world):
     one = any_world()
     prompt = tokens(1, 24)
@@ -545,8 +529,6 @@ def change(one: StorageWorld, case: str) -> None:
         one.gate = Gate(one.files, "get")
     elif case == "fails":
         one.files.get = raising(errno.EIO)
-    elif case == "no room":
-        one.storage.fetches._begin = raising(errno.ENOMEM)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +540,6 @@ def change(one: StorageWorld, case: str) -> None:
         ("was full", 8),
         ("hangs", 0),
         ("fails", 0),
-        ("no room", 0),
     ],
 )
 def test_ranks_fetch_the_same(pair, tmp_path, case, hit, kind):

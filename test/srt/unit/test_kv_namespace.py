@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.host_tier.storage_keys import model_namespace
-from sglang.srt.mem_cache.kv_namespace import kv_namespace, rank_namespace
+from sglang.srt.mem_cache.kv_namespace import kv_namespace, model_namespace, rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import KVLayout
 
 

@@ -68,9 +68,9 @@ class PegaFlowWorld(World):
 
 
 def hashes_of(tree, tokens) -> set[bytes]:
-    from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
+    from sglang.srt.mem_cache.page_names import first_hash, page_names
 
-    return set(page_hashes(tokens, tree.page_size, first_hash(None)))
+    return set(page_names(tokens, tree.page_size, first_hash(None)))
 
 
 # ---- decode ----
@@ -163,7 +163,7 @@ def test_a_save_waits_for_a_request_that_needs_all():
     large = one.bring(list(range(100, 196)), max_new=24)
     for node in list(one._nodes()):
         node.saved = None
-        one.tree.saves.want(node)
+        one.tree.saves.used(node)
     for _ in range(12):
         one.session.end_saves()
         one.step()
@@ -349,7 +349,7 @@ def test_a_server_that_fetches_from_a_slower_tier_is_not_lost(monkeypatch, fetch
 
 def test_nobody_waits_for_a_server_that_was_left():
     one = PegaFlowWorld()
-    one.tree.leave()
+    one.tree.stop()
     one.tree.prefetch("r", list(range(40)), None)
     assert one.tree.check_prefetch_progress("r") and not one.session.asked and not one.tree.busy
 

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.pegaflow import loader
-from sglang.srt.mem_cache.pegaflow.asker import Asker
-from sglang.srt.mem_cache.pegaflow.calls import Counters, Load, Lookup, Save
+from sglang.srt.mem_cache.pegaflow import session as pegaflow_session
 from sglang.srt.mem_cache.pegaflow.connection import Connection
-from sglang.srt.mem_cache.pegaflow.loader import Loader
-from sglang.srt.mem_cache.pegaflow.saver import Saver
-from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
+from sglang.srt.mem_cache.pegaflow.session import (
+    Asker,
+    Counters,
+    Load,
+    Loader,
+    Lookup,
+    PegaFlowSession,
+    Save,
+    Saver,
+)
 
 
 class Client:
@@ -61,7 +66,7 @@ class State:
 @pytest.fixture
 def session(monkeypatch):
     """One whose threads run, registered once, with two pages of one buffer."""
-    monkeypatch.setattr(loader, "GRACE_S", 0.05)
+    monkeypatch.setattr(pegaflow_session, "GRACE_S", 0.05)
     connection = object.__new__(Connection)
     layout = SimpleNamespace(names=["k"], page_size=4, buffers={}, num_pages=[2], page_bytes=[16])
     vars(connection).update(

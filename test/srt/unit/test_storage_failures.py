@@ -6,14 +6,11 @@ import errno
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sglang.srt.mem_cache.host_tier import storage_threads
-from sglang.srt.mem_cache.host_tier.storage_backends import PagesInFiles
-from storage_world import PAGE, ByHand, StorageWorld, making, names_of
+from storage_world import PAGE, StorageWorld, making, names_of
 from test_traps import tokens
 
 
@@ -144,67 +141,3 @@ def test_a_look_up_does_not_wait_for_reads(world):
     opened.set()
     one.until(lambda: not one.storage.busy)
     assert one.storage.state()["fetched"] == 24 * storage_threads.READERS and not one.storage.state()["late"]
-
-
-def test_what_was_read_before_a_clear_is_written_again(any_world):
-    one, two = any_world(), any_world(threads=ByHand)
-    prompt = tokens(1, 24)
-    one.serve(prompt, max_new=1)
-    decode_req = two.arrive(prompt, max_new=1)
-    two.handshake(decode_req)
-    two.threads.run(9, writes=False)
-    for _ in range(2):
-        # What was found is agreed upon, and is to be read.
-        two.step()
-    two.threads.run(9, writes=False)
-    assert two.storage.fetches.loading_tokens == 24
-    two.storage.clear()
-    assert not two.inside.names()
-    served(two, decode_req)
-    assert two.storage.state()["fetched"] == 24 and not two.inside.names()
-    # With what comes behind it.
-    served(two, two.arrive(prompt + tokens(9, 8), max_new=1))
-    two.forget()
-    decode_req = two.arrive(prompt + tokens(9, 8), max_new=1)
-    served(two, decode_req)
-    assert decode_req.req.from_storage == 32
-
-
-def served(one: StorageWorld, decode_req: Any) -> None:
-    """A request to its end, with threads that work by hand."""
-    one.handshake(decode_req)
-    while decode_req in one.queue.queue:
-        one.threads.run(9)
-        one.step()
-    one.complete(decode_req)
-    one.step()
-    while decode_req.req in one.running:
-        one.decode()
-    one.settle()
-
-
-def test_a_rank_for_which_another_one_writes_clears_nothing(any_world):
-    """It may do that later than the one that writes, which takes what it has written since for stored."""
-    one, two = any_world(), any_world(writes=False)
-    one.serve(tokens(1, 24), max_new=1)
-    one.storage.clear()
-    assert not one.inside.names()
-    one.serve(tokens(100, 24), max_new=1)
-    two.storage.clear()
-    assert len(one.inside.names()) == 6
-
-
-def test_a_page_under_way_while_another_clears_the_folder_is_no_error(tmp_path, monkeypatch):
-    """After which nothing would be written for 5 s."""
-    files, other = (PagesInFiles(tmp_path, "rank", 16) for _ in range(2))
-    replace, cleared = os.replace, []
-
-    def meanwhile(part: Path, path: str) -> None:
-        if not cleared:
-            cleared.append(part)
-            other.clear()
-        replace(part, path)
-
-    monkeypatch.setattr(os, "replace", meanwhile)
-    page = torch.zeros(16, dtype=torch.uint8)
-    assert not files.set("0", page) and cleared and files.set("0", page) and other.exists("0")

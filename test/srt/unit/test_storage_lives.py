@@ -91,10 +91,6 @@ class StorageLife(HostLife):
     def a_page_goes(self, i):
         self.world.inside.lose(self.pick(self.world.inside.names(), i))
 
-    @rule()
-    def clear(self):
-        self.world.storage.clear()
-
     def teardown(self):
         if not hasattr(self, "world"):
             return
@@ -167,7 +163,7 @@ def test_drafts_find_what_another_worker_has_stored(overlap, page_size, tmp_path
     hits = [made.req.transfer_prefix_len for made in ask(two, turns, together=False)]
     # The last token of the answer has no KV, and that of what the last step accepted only v2's draft model has.
     assert min(hits) >= 24 + 9 - 1 - (not overlap) * 4 - page_size
-    assert two.storage.state()["fetched"] == sum(hits) and two.tier.audit() == []
+    assert two.storage.state()["fetched"] == sum(hits) and two.tier.faults() == []
 
 
 class StoredPlay(Play):
@@ -194,7 +190,7 @@ def test_invariants_hold_in_every_life_with_drafts_and_a_storage(overlap, page_s
         # Whatever the script asks for.
         ask(loop, [[1, 1, 1, 1] * 4], max_new=2, together=False)
         StoredPlay(loop, script).run()
-        assert loop.tier.audit() == []
+        assert loop.tier.faults() == []
         fetched.append(loop.storage.state()["fetched"])
 
     play()

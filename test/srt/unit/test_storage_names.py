@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.host_tier.storage import add_storage, read_options
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
-from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
+from sglang.srt.mem_cache.page_names import first_hash, page_names
 from storage_world import StorageWorld
 from test_kv_namespace import options
 from test_traps import tokens
@@ -80,7 +80,6 @@ def worker(tmp_path, monkeypatch):
         add_storage(one.tree, args, tp_rank, tp_size)
         one.storage, one.threads = one.tier.storage, one.tier.storage.threads
         one.files = one.threads.files
-        one.queue.loads = type(one.queue.loads)(one.tree)
         made.append(one)
         return one
 
@@ -120,29 +119,6 @@ def scheduler_of(one: StorageWorld) -> Scheduler:
     scheduler = Scheduler.__new__(Scheduler)
     scheduler.tree_cache = one.tree
     return scheduler
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_engines_routes(worker, caplog, fails):
-    one = worker()
-    scheduler = scheduler_of(one)
-    one.serve(tokens(1, 24))
-    if fails:
-        one.files.clear = raising
-    assert one.stored() and scheduler.clear_hicache_storage_wrapped(None).success is not fails
-    assert bool(one.stored()) is fails and ("could not be cleared" in caplog.text) is fails
-    for done, answer in (
-        ("attached", scheduler.attach_hicache_storage_wrapped(None)),
-        ("detached", scheduler.detach_hicache_storage_wrapped(None)),
-    ):
-        assert not answer.success and f"cannot be {done} while it runs" in answer.message
-    one.tier.storage = None
-    assert not scheduler.clear_hicache_storage_wrapped(None).success
-    assert "no storage to be cleared" in caplog.text
-
-
-def raising() -> None:
-    raise OSError("it fails")
 
 
 def test_a_weight_update_ends_its_use(worker, caplog):

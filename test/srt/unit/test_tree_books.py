@@ -8,10 +8,10 @@ import pytest
 import torch
 from decode_world import World
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
-from sglang.srt.managers import kv_pool_state
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.mem_cache import tree_audit
 from sglang.srt.mem_cache.evict_policy import MRUStrategy
+from sglang.srt.mem_cache.tier import Tier
 from test_traps import serve, serve_to_end, tokens
 
 PAGE = 4
@@ -169,9 +169,9 @@ def test_what_a_pegaflow_server_may_still_write_to_is_in_neither(monkeypatch):
     world = served_world()
     pools = Pools(world.tree, world.allocator, world.pool, 128)
     world.allocator.free_pages = world.allocator.free_pages[2:]
-    monkeypatch.setattr(kv_pool_state, "unreturned_tokens", lambda tree: 2 * PAGE)
+    monkeypatch.setattr(Tier, "unreturned_tokens", 2 * PAGE)
     assert pools.audit() == []
-    monkeypatch.setattr(kv_pool_state, "unreturned_tokens", lambda tree: 3 * PAGE)
+    monkeypatch.setattr(Tier, "unreturned_tokens", 3 * PAGE)
     assert pools.audit() == ["1 pages of KV are free or in the tree that a PegaFlow server has not returned"]
 
 

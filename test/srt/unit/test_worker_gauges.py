@@ -372,7 +372,7 @@ def test_what_copies_keep_of_the_pool_is_told_apart_from_what_nobody_gives_back(
     """A save locks its node and all above it, whoever else holds them."""
     world = scheduler.world
     tree, saving = world.tree, []
-    monkeypatch.setattr(type(tree), "nodes_in_use", lambda self: saving)
+    monkeypatch.setattr(type(tree.tier), "nodes_in_use", lambda self: saving)
     for prompt in (list(range(1, 13)), [*range(1, 9), *range(50, 58)]):
         decode_req = world.arrive(prompt)
         world.handshake(decode_req)

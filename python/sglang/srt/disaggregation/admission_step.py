@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEnt
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.decode_schedule import peer_drops
-from sglang.srt.disaggregation.host_loads import HostLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.prefix_watch import wanted_tokens
@@ -90,7 +89,6 @@ class Admission:
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
         self._gate = gate
-        self._loads = None if tree.tier is None else HostLoads(tree.tier, memory.rows, ranks)
         # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
         # no time in a decode step; the state in which all waited for transfers, and until when.
         self.full: tuple[int, ...] | None = None
@@ -259,15 +257,15 @@ class Admission:
                 return None
         entry.coming = 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
-        entry.stored = self._loads.found(entry, found) if may_match and self._loads is not None else NOTHING
+        entry.stored = self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
         held = entry.stored if entry.stored.length else found
         entry.local = may_match and entry.peer_drops and self._computes(req, held, live)
         if entry.local and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]
             found = self._tree.peek(prompt, req.extra_key)
-            if entry.stored.length and self._loads is not None:
-                entry.stored = self._loads.found_of(prompt, req.extra_key, found)
+            if entry.stored.length:
+                entry.stored = self._tree.tier.found_of(prompt, req.extra_key, found.length)
         return self._accounts.plan(req, req.origin_input_ids, found)
 
     def _computes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
@@ -279,13 +277,14 @@ class Admission:
         req, entry = decode_req.req, decode_req.entry
         if entry.following_since is not None:
             self._counters.followed(plan.found.length - entry.held_alone, entry.waited_s)
-        held = plan.found.length
-        if self._loads is not None:
+        held, tier = plan.found.length, self._tree.tier
+        if entry.stored.length:
             # Before anything is allocated.
-            self._loads.lock(decode_req, held)
+            decode_req.load = tier.lock(entry.stored, held, req.priority or 0)
         self.memory.give(req, req.origin_input_ids, plan)
-        if self._loads is not None:
-            held = self._loads.begin(decode_req, held)
+        if decode_req.load is not None:
+            tier.load(decode_req.load, req, self.memory.rows)
+            held = decode_req.load.end
         # Others may follow it from now on.
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)

@@ -41,7 +41,6 @@ from sglang.srt.disaggregation.local_prefill import LocalPrefills
 from sglang.srt.disaggregation.local_steps import make_local_prefills, measured, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
-from sglang.srt.disaggregation.prefix_loads import PrefixLoads
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
@@ -50,8 +49,6 @@ from sglang.srt.managers.lora_batch import held_back, joins
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known
-from sglang.srt.mem_cache.pegaflow.room import live_on_decode
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.observability import thread_time
 
 if TYPE_CHECKING:
@@ -211,9 +208,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._init_radix(self.tree_cache)
 
     def _init_radix(self, tree: DecodeRadixCache) -> None:
-        self.has_radix, self.radix, self.loads = True, tree, PrefixLoads(tree)
-        if isinstance(tree, PegaFlowTree):
-            tree.live = lambda: live_on_decode(self.live(), self.accounts.ahead)
+        self.has_radix, self.radix, self.tier = True, tree, tree.tier
+        self.tier.know_live(self.live, lambda live: self.accounts.ahead(live))
         if tree.windows is not None:
             # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
             self.max_total_num_tokens = tree.pool_size
@@ -269,13 +265,21 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._welcome(self.queue[-1])
 
     def _welcome(self, decode_req: DecodeRequest) -> None:
-        """Make a new request known: to the tree, to its prefill and to what loads prefixes."""
+        """Make a new request known: to the tree, to its prefill and to the tier."""
         # From here on the tree knows what is waited for.
         self.schedule.entry_of(decode_req)
         self.announcements.add(decode_req)
         if not is_warmup(decode_req.req):
             self.rooms[decode_req.req.bootstrap_room] = decode_req
-            self.loads.begin(decode_req)
+            self.fetch(decode_req)
+
+    def fetch(self, decode_req: DecodeRequest) -> None:
+        """Have the tier bring what is not here of its prompt."""
+        try:
+            self.tier.fetch(decode_req.req, self.schedule.entry_of(decode_req))
+        except Exception as e:
+            # On all ranks: they hash the same.
+            decode_req.lose(e)
 
     def _all_requests(self) -> list[DecodeRequest]:
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
@@ -345,7 +349,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         if not requests and not self.retracted_queue:
             # On all ranks alike, by broadcast. Who is to come back goes by what is measured, which is agreed on too.
             return Agreed((), requests)
-        polls = [poll_handshake(dr, self.loads) for dr in requests]
+        polls = [poll_handshake(dr, self.tier) for dr in requests]
         if self.ranks.size == 1:
             self._take_polls(requests, polls)
             return self.schedule.decide(window)
@@ -385,7 +389,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return
         gone = {id(dr) for dr in decode_reqs}
         for decode_req in decode_reqs:
-            self.loads.leave(decode_req)
+            self.tier.leave(decode_req.req.rid)
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
         # Or the handshake of one that has failed would still be made.
         self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
@@ -398,7 +402,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _budget(self) -> Budget:
         """What admission has to give in this state."""
-        return self.accounts.budget(self.live(), self.radix.nodes_in_use())
+        return self.accounts.budget(self.live(), self.tier.nodes_in_use())
 
     # ---- retraction ----
 
@@ -485,7 +489,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self.policy.committed(decode_req.entry)
                 keep_same_images(decode_req, self.metadata_buffers.output_ids, self.policy)
                 self.tree_cache.commit_req(decode_req.req)
-                let_go(decode_req, self.tree_cache)
+                let_go(decode_req, self.tree_cache.tier)
                 note_known(decode_req.req.last_node)
                 decode_req.advance(Phase.COMMITTED)
                 arrived.append(decode_req.req)

@@ -33,8 +33,8 @@ from sglang.srt.disaggregation.ttft_target import TtftTarget, late_by_turns
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
+    from sglang.srt.mem_cache.tier import Tier
 
 __all__ = [
     "AdmissionPolicy",
@@ -291,7 +291,7 @@ class PrefixTree(Protocol):
     """What the policy asks of the tree."""
 
     watches: PrefixWatches
-    tier: HostTier | None
+    tier: Tier
 
 
 class AdmissionPolicy:
@@ -332,8 +332,7 @@ class AdmissionPolicy:
             self.ttft.joined(entry.arrival)
         if watch is not None:
             watch.owner = entry
-            if self.tree.tier is not None:
-                entry.host_watch = self.tree.tier.watch(token_ids or (), extra_key)
+            entry.host_watch = self.tree.tier.watch(token_ids or (), extra_key)
         return entry
 
     def is_late(self, entry: QueueEntry) -> bool:
@@ -360,8 +359,8 @@ class AdmissionPolicy:
 
     def _leave_host(self, entry: QueueEntry) -> None:
         """A request counts on nothing in host memory that it has not locked."""
-        if self.tree.tier is not None and entry.host_watch is not None:
-            self.tree.tier.leave(entry.host_watch)
+        if entry.host_watch is not None:
+            self.tree.tier.end_watch(entry.host_watch)
             entry.host_watch = None
 
     @property

@@ -40,8 +40,13 @@ class RequestMemory:
         """Figures of this rank's memory by which it decides: KV, windows, evictable, rows, and those of host memory."""
         tree = self._tree
         windows = 0 if tree.windows is None else tree.windows.available_size()
-        host = [] if tree.tier is None else tree.tier.figures()
-        return [tree.pool.available_size(), windows, tree.evictable_size(), self._rows.available_size(), *host]
+        return [
+            tree.pool.available_size(),
+            windows,
+            tree.evictable_size(),
+            self._rows.available_size(),
+            *tree.tier.figures(),
+        ]
 
     def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta and write the request's table."""

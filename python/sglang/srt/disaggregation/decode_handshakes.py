@@ -21,8 +21,8 @@ from sglang.srt.disaggregation.utils import prepare_abort
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.prefix_loads import PrefixLoads
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.tier import Tier
 
 __all__ = ["Announcements", "LiveRooms", "fail_unreached", "poll_handshake", "take_polls"]
 
@@ -215,10 +215,10 @@ def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:
             decode_req.lose(reason)
 
 
-def poll_handshake(decode_req: DecodeRequest, loads: PrefixLoads) -> int:
-    """What its receiver says, but a request whose prefix ``loads`` still brings has not shaken hands yet."""
+def poll_handshake(decode_req: DecodeRequest, tier: Tier) -> int:
+    """What its receiver says, but a request whose prefix ``tier`` still brings has not shaken hands yet."""
     poll = decode_req.poll()
-    if decode_req.phase is READY or poll != WAITING or loads.is_done(decode_req):
+    if decode_req.phase is READY or poll != WAITING or tier.is_done(decode_req.req.rid):
         return poll
     return int(KVPoll.Bootstrapping)
 

@@ -104,7 +104,7 @@ class Resumption:
         # A look at each that runs: from here on a resume takes its window of it.
         windows = self._accounts.free(live.running).windows
         load = None if self._gate is None else self._gate.load(live)
-        joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.nodes_in_use)
+        joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.tier.nodes_in_use)
         for req in retracted:
             if self._memory.rows.available_size() <= 0:
                 break

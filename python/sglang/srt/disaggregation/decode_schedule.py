@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks
 from sglang.srt.disaggregation.decode_prefix import has_images
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+from sglang.srt.mem_cache.tier import NO_TIER
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -261,7 +262,7 @@ class Schedule:
         """Of what this rank's tree and host memory hold of all of a window, see `_held`."""
         tree = self._tree
         seen = self.version(), tree.evictable_size(), tree.protected_size(), entries
-        if self._digested[0] != seen or tree.tier is not None:
+        if self._digested[0] != seen or tree.tier is not NO_TIER:
             held = array("q", [figure for entry in entries for figure in self._held(entry)])
             self._digested = seen, zlib.crc32(held.tobytes())
         return self._digested[1]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-    from sglang.srt.mem_cache.host_tier.tier import HostTier
+    from sglang.srt.mem_cache.tier import Tier
 
 __all__ = ["Writers", "abort_transfer", "flush_around", "let_go", "poll_transfers", "release"]
 
@@ -47,23 +47,21 @@ class Writers:
 
 
 def poll_transfers(
-    queue: Sequence[DecodeRequest], quarantine: Sequence[DecodeRequest], tier: HostTier | None, group: Any
+    queue: Sequence[DecodeRequest], quarantine: Sequence[DecodeRequest], tier: Tier, group: Any
 ) -> tuple[list[int], list[DecodeRequest]]:
     """What the ranks of ``group`` have agreed on in one reduction: a poll of each transfer, and who leaves quarantine.
 
-    What is being saved to the host ``tier``, if there is one, is agreed on with it.
+    What is being saved to the ``tier`` is agreed on with it.
     """
-    saves = None if tier is None else tier.begin_step(group, alone=is_alone(group))
-    pollers = [*queue, *map(Writers, quarantine), *(() if saves is None else saves.pollers())]
+    pollers = [*queue, *map(Writers, quarantine), *tier.begin_step(group, alone=is_alone(group))]
     polls = agreed_polls(pollers, group) if pollers else []
     written = polls[len(queue) : len(queue) + len(quarantine)]
-    if tier is not None and saves is not None:
-        saves.end(polls[len(queue) + len(quarantine) :])
-        for decode_req, poll in zip(quarantine, written, strict=True):
-            # It may be long, and what was to be copied is locked in host memory. Over on all ranks, it is let go of on
-            # all of them in this step.
-            if poll == KVPoll.Transferring:
-                let_go(decode_req, tier.tree)
+    tier.end_step(polls[len(queue) + len(quarantine) :])
+    for decode_req, poll in zip(quarantine, written, strict=True):
+        # It may be long, and what was to be copied is locked in host memory. Over on all ranks, it is let go of on all
+        # of them in this step.
+        if poll == KVPoll.Transferring:
+            let_go(decode_req, tier)
     return polls[: len(queue)], [dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success]
 
 
@@ -86,19 +84,19 @@ def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
 
     Nothing enters the tree: part of it may never have been written. What is computed here has no buffer.
     """
-    let_go(decode_req, tree)
+    let_go(decode_req, tree.tier)
     release_kv_cache(decode_req.req, tree, is_insert=False)
     if decode_req.metadata_buffer_index != -1:
         buffers.free(decode_req.metadata_buffer_index)
     decode_req.advance(Phase.RELEASED)
 
 
-def let_go(decode_req: DecodeRequest, tree: Any) -> None:
+def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
     """Let go of what a request has counted on in host memory, when nothing is copied for it any more."""
     load, decode_req.load = decode_req.load, None
     if load is not None:
         load.wait()
-        tree.tier.let_go(load)
+        tier.let_go(load)
 
 
 class _Delta(NamedTuple):

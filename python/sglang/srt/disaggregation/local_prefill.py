@@ -282,7 +282,7 @@ class LocalPrefills:
         self._pages.share(one, load.end)
         if load.known:
             note_known(one.req.last_node)
-        let_go(one.decode_req, self._tree)
+        let_go(one.decode_req, self._tree.tier)
 
     def forget(self, decode_req: DecodeRequest) -> None:
         """A request has failed before that."""

@@ -12,11 +12,11 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.mem_cache.tree_audit import audit_unheld_pages
 
-__all__ = ["Pools", "unreturned_tokens"]
+__all__ = ["Pools"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pools:
 
     def has_one_kv_pool(self) -> bool:
         """Whether one pool has all KV, so that its figures say what requests hold."""
-        return type(self.tree) in (RadixCache, ChunkCache) or isinstance(self.tree, (DecodeRadixCache, PegaFlowTree))
+        return type(self.tree) in (RadixCache, ChunkCache) or hasattr(self.tree, "tier")
 
     def available_tokens(self) -> int:
         """Free tokens of the pool that the tree's slots are from."""
@@ -50,8 +50,7 @@ class Pools:
             places["kv"] = self.size, self.available_tokens()
         if self.buffers is not None:
             places["metadata"] = self.buffers.size, self.buffers.available_size()
-        if getattr(tree, "tier", None) is not None:
-            places["host"] = tree.tier.host.pool_size, tree.tier.host.pool.available_size()
+        places |= getattr(tree, "tier", NO_TIER).places()
         if getattr(tree, "windows", None) is not None:
             places["window"] = tree.windows.size, tree.windows.available_size()
         states = getattr(rows, "mamba_pool", None)
@@ -97,8 +96,8 @@ class Pools:
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if idle and "audit" not in state:
                 state["audit"] = self.audit()
-            if tree.tier is not None:
-                state["host"] = tree.tier.state()
+            if host := tree.tier.state():
+                state["host"] = host
             if tree.windows is not None:
                 state |= {"window_size": tree.windows.size, "window_available": tree.windows.available_size()}
         states = getattr(rows, "mamba_pool", None)
@@ -111,9 +110,8 @@ class Pools:
 
         A request in the retracted queue holds nothing of them either.
         """
-        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, unreturned_tokens(self.tree))]
-        if self.tree.tier is not None:
-            faults += self.tree.tier.audit()
+        tier = self.tree.tier
+        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, tier.unreturned_tokens), *tier.faults()]
         rows = self.rows
         faults += _not_all_free("rows", rows.free_slots, range(rows.size + getattr(rows, "pre_alloc_size", 0)))
         if self.buffers is not None:
@@ -124,11 +122,6 @@ class Pools:
         """How the state slots contradict that no request is here."""
         states = self.rows.mamba_pool
         return _not_all_free("state slots", states.free_slots.tolist(), range(1, states.size + 1))
-
-
-def unreturned_tokens(tree: Any) -> int:
-    """Tokens outside ``tree`` that a PegaFlow server may still write to or read."""
-    return tree.unreturned_tokens if isinstance(tree, PegaFlowTree) and tree.attached else 0
 
 
 def _not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:

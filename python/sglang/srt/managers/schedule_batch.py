@@ -214,7 +214,7 @@ class ScheduleBatch(engine.ScheduleBatch):
         """
         enough = super().check_decode_mem(selected_indices)
         tier = getattr(self.tree_cache, "tier", None)
-        if not enough and tier is not None and tier.saves.release_device():
+        if not enough and tier is not None and tier.release_device():
             enough = super().check_decode_mem(selected_indices)
         if enough or getattr(self.tree_cache, "windows", None) is None:
             return enough

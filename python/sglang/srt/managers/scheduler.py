@@ -19,8 +19,8 @@ from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.storage_scheduler import HostStorageScheduler
 from sglang.srt.mem_cache.pegaflow.scheduler import PegaFlowScheduler
+from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.observability.kv_transfer_metrics import dp_rank_of
 
 __all__ = ["Scheduler"]
@@ -31,7 +31,6 @@ class Scheduler(
     SchedulerRefusalMixin,
     SchedulerGaugesMixin,
     PegaFlowScheduler,
-    HostStorageScheduler,
     engine.Scheduler,
 ):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
@@ -107,8 +106,11 @@ class Scheduler(
         return pools.state(rests, record | self.state_of_requests(), self.kv_manager())
 
     def rests(self) -> bool:
-        """Whether the worker has no request, and nothing in quarantine or on its way to or from a PegaFlow server."""
-        return self.is_fully_idle() and not (self.has_quarantine() or getattr(self.tree_cache, "busy", False))
+        """Whether the worker has no request, and nothing in quarantine or on its way to or from a tier."""
+        return self.is_fully_idle() and not (self.has_quarantine() or self._copies())
+
+    def _copies(self) -> bool:
+        return getattr(self.tree_cache, "tier", NO_TIER).busy
 
     def itl_gate(self):
         """What bounds the time of a decode step; None where nothing does."""
@@ -217,9 +219,8 @@ class Scheduler(
         self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while an update waits for a rank that is not idle, or KV comes into host memory."""
-        copying = getattr(self.tree_cache, "tier", None) is not None and self.tree_cache.busy
-        if not self.postponed_updates and not copying:
+        """Does not sleep while an update waits for a rank that is not idle, or KV is on its way to or from a tier."""
+        if not self.postponed_updates and not self._copies():
             super().maybe_sleep_on_idle()
 
     # ---- flushes ----
@@ -251,5 +252,5 @@ class Scheduler(
             check_pending_flush(self, super()._check_pending_flush)
 
     def _flushes_alone(self) -> bool:
-        plain = self.disaggregation_mode == engine.DisaggregationMode.NULL and self.pegaflow is None
+        plain = self.disaggregation_mode == engine.DisaggregationMode.NULL and not hasattr(self.tree_cache, "tier")
         return plain or self.attn_tp_size == 1

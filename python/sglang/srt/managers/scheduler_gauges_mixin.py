@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.kv_pool_state import unreturned_tokens
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
@@ -30,7 +29,7 @@ Base: Any = object
 
 def kept_for_copies(tree: DecodeRadixCache) -> int:
     """Tokens of the pool that copies to and from host memory and a PegaFlow server keep, with what lies above them."""
-    return tokens_above(tree.nodes_in_use()) + unreturned_tokens(tree)
+    return tokens_above(tree.tier.nodes_in_use()) + tree.tier.unreturned_tokens
 
 
 class SchedulerGaugesMixin(Base):
@@ -80,8 +79,7 @@ class SchedulerGaugesMixin(Base):
         counters = KvTransferCounters.get(self.server_args)
         counters.tree(tree.evictable_size(), tree.protected_size())
         gauges.write_copying(kept_for_copies(tree))
-        if tree.tier is not None:
-            host = tree.tier.state()
+        if host := tree.tier.state():
             counters.host_loaded(host["loaded"])
             # The engine's own gauges.
             self.stats.hicache_host_total_tokens = host["size"]

@@ -17,7 +17,6 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 
 __all__ = ["SchedulerOutputProcessorMixin"]
 
@@ -73,16 +72,12 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         prefix_len, sent = req.transfer_prefix_len, len(req.origin_input_ids) - req.transfer_prefix_len
         computed = {"decode_computed": sent} if req.computed_here else {}
         sent = 0 if computed else sent
-        tier = self.tree_cache.tier
-        host = {} if tier is None else {"decode_host": req.from_host}
-        if tier is not None and tier.storage is not None:
-            host["decode_storage"] = req.from_storage
         page_size, page_bytes = self.token_to_kv_pool_allocator.page_size, self._page_bytes
         return {
             # Without a hit of prefill, the engine takes ``cached_tokens`` for one.
             **(details if details and req.prefill_cached_tokens else {"device": 0, "host": 0}),
             "decode_prefix": prefix_len,
-            **host,
+            **self.tree_cache.tier.cached_details(req),
             **computed,
             "transferred": sent,
             "transferred_bytes": pages(sent, page_size) * page_bytes,
@@ -137,7 +132,3 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
                 sender.fail(AT_FAULT + reason)
             else:
                 req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
-
-    def _get_storage_backend_type(self) -> str:
-        """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
-        return "pegaflow" if isinstance(self.tree_cache, PegaFlowTree) else super()._get_storage_backend_type()

@@ -27,7 +27,6 @@ from sglang.srt.managers.batch_failures import check_processor
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree
 from sglang.srt.observability import thread_time
 from sglang.utils import TypeBasedDispatcher
 
@@ -100,7 +99,7 @@ class SchedulerRefusalMixin(Base):
         The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
         not be shared.
         """
-        if isinstance(self.tree_cache, (DecodeRadixCache, PegaFlowTree)):
+        if hasattr(self.tree_cache, "tier"):
             keep_extra_key(recv_req)
         self.note_optional_parts(asked=recv_req)
         # An empty one is none to the engine, until there is another in its batch, which then ends the worker.

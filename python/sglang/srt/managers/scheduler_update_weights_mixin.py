@@ -103,7 +103,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         return super().check_weights(recv_req)
 
     def before_weight_update(self) -> None:
-        """Called when no request is left and the weights are about to change. Who keeps KV elsewhere overrides it."""
+        """No request is left and the weights are about to change: what a tier keeps is of others from then on."""
+        tier = getattr(self.tree_cache, "tier", None)
+        if tier is not None:
+            tier.stop()
 
     def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
         return self._when_idle(Postponed(partial(self._update, update), recv_req, recv_req.flush_cache))
@@ -169,7 +172,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         tier = getattr(self.tree_cache, "tier", None)
         if one.memory and tier is not None:
             # The engine takes the memory away first, and flushes then.
-            tier.memory.wait()
+            tier.wait()
         with self._not_begun_set_aside(one):
             return one.update(one.recv_req)
 

@@ -149,6 +149,7 @@ DECODE = CacheKind(
                     f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} are)",
                     lambda args: args.hicache_storage_backend not in (None, *STORAGES),
                 ),
+                _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.

@@ -21,12 +21,12 @@ from sglang.srt.mem_cache.leaf_eviction import evict_leaves
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode, page_align_keys
+from sglang.srt.mem_cache.tier import NO_TIER, Tier
 from sglang.srt.mem_cache.tree_audit import audit_tree
 from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.host_tier.tier import HostTier
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 __all__ = ["DecodeRadixCache", "insert_below", "is_warmup", "path_to"]
@@ -98,8 +98,8 @@ class DecodeRadixCache(RadixCache):
 
     # The other pool of a model with sliding windows.
     windows: WindowSlots | None = None
-    # What host memory keeps of what has been evicted.
-    tier: HostTier | None = None
+    # Where its KV is kept beside its pool.
+    tier: Tier = NO_TIER
     # Steps over prompts, by number: which is to write what enters the tree now (0: it is there), and which are over.
     writing = written = 0
 
@@ -209,10 +209,6 @@ class DecodeRadixCache(RadixCache):
 
     # ---- locks ----
 
-    def nodes_in_use(self) -> Sequence[TreeNode]:
-        """The nodes that are locked by other than requests."""
-        return ()
-
     def inc_lock_ref(self, node: TreeNode):
         self.locks_taken += 1
         return super().inc_lock_ref(node)
@@ -293,11 +289,7 @@ class DecodeRadixCache(RadixCache):
         # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
         if short > self.watermark * WATERMARK_SLACK:
             leaves = WATERMARK_LEAVES
-            evict_leaves(self, short, exact=True, max_leaves=leaves, wanted_too=False, stop_at=self.is_saved_first)
-
-    def is_saved_first(self, node: TreeNode) -> bool:
-        """Whether a leaf is about to be saved elsewhere, and is not evicted before unless its memory is needed."""
-        return False
+            evict_leaves(self, short, exact=True, max_leaves=leaves, wanted_too=False)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Tells the requests that watch ``child`` of the split."""

@@ -71,22 +71,6 @@ class EvictionOrder:
                 self.add(node)
         return None
 
-    def upcoming(self, tokens: int, size: Callable[[TreeNode], int], most: int) -> list[TreeNode]:
-        """The leaves that go first, in order, until they hold so many tokens, at most ``most``. They stay listed.
-
-        size: tokens that a leaf counts for. Those that were spared are not among them.
-        """
-        found: list[TreeNode] = []
-        while tokens > 0 and len(found) < most:
-            node = self.take_next()
-            if node is None:
-                break
-            found.append(node)
-            tokens -= size(node)
-        for node in found:
-            self.add(node)
-        return found
-
     def spare(self, node: TreeNode) -> None:
         """Put a leaf that has been taken behind all others."""
         self._spared.add(node)

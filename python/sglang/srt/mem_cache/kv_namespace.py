@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["kv_namespace", "rank_namespace"]
+__all__ = ["kv_namespace", "model_namespace", "rank_namespace"]
 
 # Options by which the KV of the same tokens differs with the same weights.
 _OPTIONS = (
@@ -53,3 +53,13 @@ def rank_namespace(name: str, made_of: Sequence[object], tp_rank: int | None, tp
     """
     shape = hashlib.sha256(repr(list(made_of)).encode()).hexdigest()[:16]
     return f"{name}-{shape}-tp{'all' if tp_rank is None else tp_rank}of{tp_size}"
+
+
+def model_namespace(args: ServerArgs) -> str:
+    """`kv_namespace` of the model and its draft, whose KV lies behind the model's in each page."""
+    draft = None
+    if args.speculative_algorithm is not None:
+        draft = [args.speculative_algorithm, args.speculative_draft_model_quantization]
+        if not args.kv_namespace:
+            draft += [args.speculative_draft_model_path, args.speculative_draft_model_revision]
+    return kv_namespace(args, draft)

@@ -6,12 +6,10 @@ Upstream: none is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["evict_leaves"]
 
@@ -22,14 +20,13 @@ def evict_leaves(
     exact: bool,
     max_leaves: int | None = None,
     wanted_too: bool = True,
-    stop_at: Callable[[TreeNode], bool] = lambda node: False,
 ) -> int:
     """Evict leaves in the order of the eviction policy; what queued requests match goes last, if at all.
 
     Of a leaf that they match in part, the rest goes first. Among what they match, that for which fewest wait.
 
-    exact: whether the last leaf keeps what need not go. max_leaves: None for as many as it takes. stop_at: a leaf that
-    ends the eviction and stays. Returns the tokens that were freed.
+    exact: whether the last leaf keeps what need not go. max_leaves: None for as many as it takes.
+    Returns the tokens that were freed.
     """
     start = time.perf_counter()
     if tree.eviction_policy == "mru":
@@ -39,7 +36,7 @@ def evict_leaves(
     batching = allocator.is_not_in_free_group
     if batching:
         allocator.free_group_begin()
-    freed = _evict(tree, num_tokens, exact, max_leaves, wanted_too, stop_at)
+    freed = _evict(tree, num_tokens, exact, max_leaves, wanted_too)
     if batching:
         allocator.free_group_end()
     tree.update_eviction_metrics(freed, start)
@@ -52,7 +49,6 @@ def _evict(
     exact: bool,
     max_leaves: int | None,
     wanted_too: bool,
-    stop_at: Callable[[TreeNode], bool],
 ) -> int:
     """The loop of `evict_leaves`."""
     freed = leaves = 0
@@ -63,9 +59,6 @@ def _evict(
             if keep == len(node.key):
                 tree.victims.spare(node)
                 continue
-            if stop_at(node):
-                tree.victims.add(node)
-                break
         else:
             node = tree.victims.take_least_wanted() if wanted_too else None
             if node is None:

@@ -2,9 +2,7 @@
 
 memory.py    the bytes, and copies; tree.py: which tokens they are of
 saves.py     what is copied to host memory; tier.py: what requests get back from there
-ahead.py     what an eviction would take next, for a policy that saves that
-agreed.py    how the ranks keep the list of saves the same
-checks.py    what is looked at before a worker starts
+storage.py   what is below it
 
 Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """

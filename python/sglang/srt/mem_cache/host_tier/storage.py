@@ -1,10 +1,9 @@
 """A storage below host memory (L3): what has been there comes back into host memory before a request is admitted.
 
-storage_keys.py     what pages are called
 storage_backends.py the engine's storages, and how a page that comes from one is known to be that page
 storage_pages.py    bytes of pages in host memory; storage_threads.py: threads
 storage_writes.py   what is written; storage_tree.py: the tree over host memory, which knows what its pages are called
-storage_fetches.py  what requests wait for; storage_reads.py: what threads do for one of them
+storage_fetches.py  what requests wait for, and what threads do for that
 
 Only what host memory holds is promised to a prefill: a fetch that fails, or takes too long, costs its hit.
 
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.host_tier.storage_backends import open_storage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetches, Limits
-from sglang.srt.mem_cache.host_tier.storage_keys import model_namespace
 from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.storage_writes import Writes
-from sglang.srt.mem_cache.kv_namespace import rank_namespace
+from sglang.srt.mem_cache.kv_namespace import model_namespace, rank_namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
@@ -46,7 +44,7 @@ class HostStorage:
         """host: the tree over host memory, empty. writes: False where another rank writes the same."""
         self._host, self.threads = host, threads
         self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
-        self.fetches = Fetches(host, threads, limits, lambda: self.writes.cleared)
+        self.fetches = Fetches(host, threads, limits)
         host.writes, host.pages = self.writes, threads.pages
         self.stopped = False
 
@@ -101,16 +99,12 @@ class HostStorage:
         self.writes.forget()
         self.threads.pages.given_away += 1
 
-    def clear(self) -> None:
-        """Remove what this rank's workers have stored. A rank for which another one writes leaves it to that."""
-        self.writes.forget()
-        if self.writes.enabled:
-            self.threads.files.clear()
-        self.writes.cleared += 1
-
     def stop(self) -> None:
         """Use it no more, ever: the weights are about to change."""
         if not self.stopped:
+            logger.warning(
+                "The weights have been changed: this worker uses the storage of KV no more. Start it anew to use it."
+            )
             self.stopped = True
             self.writes.forget()
             self.fetches.give_up()

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import logging
 import os
-import shutil
 import struct
 import threading
 import time
@@ -62,10 +61,6 @@ class PageStorage(ABC):
     @abstractmethod
     def exists(self, key: str) -> bool:
         """Whether there is a page of that name."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove all pages of this rank, also those of other workers with the same name."""
 
     def get(self, key: str, page: torch.Tensor) -> torch.Tensor | None:
         """Read a page into ``page``, and return that; None if there is none."""
@@ -135,15 +130,11 @@ class _WholeFiles(HiCacheFile):
         path = self._get_component_path(key)
         part = f"{path}.{uuid.uuid4().hex}.part"
         try:
-            # It may have gone with a clear, now or meanwhile.
             os.makedirs(self.file_path, exist_ok=True)
             with open(part, "wb") as file:
                 file.write(memoryview(value.numpy()))
             os.replace(part, path)
             return True
-        except (FileNotFoundError, FileExistsError):
-            # A clear goes on.
-            return False
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(part)
@@ -176,13 +167,6 @@ class PagesInFiles(PageStorage):
     def _remove(self, key: str) -> None:
         # Another reader may have been faster.
         Path(self._files._get_component_path(key)).unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        gone = self.path.with_name(f"{self.path.name}.gone-{uuid.uuid4().hex}")
-        with contextlib.suppress(FileNotFoundError):
-            # At once for who reads, however many there are.
-            os.rename(self.path, gone)
-        threading.Thread(target=shutil.rmtree, args=(gone, True), daemon=True).start()
 
 
 class PagesInMooncake(PageStorage):
@@ -241,11 +225,6 @@ class PagesInMooncake(PageStorage):
 
     def _remove(self, key: str) -> None:
         self._store.remove(self._name(key), True)
-
-    def clear(self) -> None:
-        # The engine's removes what is in the store of any model.
-        code = self._store.remove_by_regex(f"^{self.folder.replace('.', '[.]')}/", True)
-        self._done(code, "removes nothing")
 
 
 def open_storage(

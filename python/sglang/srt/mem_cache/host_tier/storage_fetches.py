@@ -12,21 +12,15 @@ Upstream: none is known.
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.host_tier.storage_reads import (
-    ENDED,
-    LATE,
-    UNDER_WAY,
-    Fetch,
-    look,
-    read_pages,
-)
+from sglang.srt.mem_cache.page_names import page_names
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 if TYPE_CHECKING:
@@ -35,17 +29,14 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Fetches", "Limits"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Fetch", "Fetches", "Limits", "read_pages"]
 
 # Part of host memory that may be read into at once.
 LOADING_PART = 1 / 2
 # Requests that may wait at once; the others go without. It is part of the width of what TP ranks reduce.
 MOST_OPEN = 512
-# Requests for which one step begins to read; and figures by which it is decided on each.
-MOST_BEGUN = 8
-_FIGURES = 4
+# How far a fetch is; of the ranks, the least counts. Late: it waits no longer.
+LATE, UNDER_WAY, ENDED = range(3)
 
 
 class Limits(NamedTuple):
@@ -59,12 +50,79 @@ class Limits(NamedTuple):
     per_ki_s: float = 0.25
 
 
+@dataclass(eq=False)
+class Fetch:
+    """What one request waits for.
+
+    tokens: its prompt up to what can be reused, whole pages, as the tree's `keys_of`. held: how many of these host
+    memory had when it was asked, and before: what the last page of them is called; worth: how many must be found.
+    found: how many the storage has, from the start, 0 if too few, None while that is not known; the threads write that,
+    ``names`` of pages from ``held`` on, ``come`` (pages read) and ``ended``.
+    """
+
+    rid: str
+    watch: Watch | None
+    host_watch: Watch | None
+    tokens: Sequence[Any] = ()
+    held: int = 0
+    before: bytes = b""
+    worth: int = 0
+    deadline: float = 0.0
+    found: int | None = None
+    names: list[bytes] = field(default_factory=list)
+    # What all ranks have found; and from then on, when it is being read: how many tokens, the same on all ranks, where
+    # to, and behind which node, which is locked.
+    agreed: int | None = None
+    begun: int = 0
+    above: TreeNode | None = None
+    start: int = 0
+    slots: torch.Tensor | None = None
+    come: int = 0
+    ended: bool = False
+    # The pages that are being read; and who reads the first one that it lacks, for which it waits.
+    reading: frozenset[bytes] = frozenset()
+    reader: Fetch | None = None
+    # Nothing is written to its slots when it is closed.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+
+    @property
+    def loading(self) -> bool:
+        return self.begun > 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether another one still reads what it waits for."""
+        return self.reader is not None and not self.reader.closed
+
+    def facts(self, is_late: bool) -> tuple[int, int]:
+        """What this rank knows: how far it is; and tokens found, or pages that have come. is_late: its time is up."""
+        late = LATE if is_late else UNDER_WAY
+        if self.loading:
+            # In this order: what has ended has come.
+            return (ENDED if self.ended else late), self.come
+        if self.agreed is None and self.found is not None:
+            return ENDED, self.found
+        return late, 0
+
+    def names_of(self, start: int, tokens: int, page_size: int) -> list[bytes]:
+        """What the pages are called of so many tokens from ``start`` on, of those that were found."""
+        first = (start - self.held) // page_size
+        return self.names[first : first + tokens // page_size]
+
+    def close(self) -> None:
+        """Nothing more is written to its slots. Takes as long as a page is copied, at most."""
+        with self.lock:
+            self.closed = True
+        # Or each would keep all that came before it.
+        self.reader = None
+
+
 class Fetches:
     """The fetches of one rank. Those under way are the same on all ranks, in the same order."""
 
-    def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits, cleared: Callable[[], int]):
-        """cleared: how often the storage has been cleared here."""
-        self._host, self._threads, self.limits, self._cleared = host, threads, limits, cleared
+    def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits):
+        self._host, self._threads, self.limits = host, threads, limits
         self._page = host.page_size
         self._most = int(host.pool_size * LOADING_PART) // self._page * self._page
         self._least = max(limits.threshold, self._page)
@@ -83,12 +141,7 @@ class Fetches:
         if num_tokens < self._least or len(self.open) >= MOST_OPEN or rid in self._waited_for:
             return
         fetch = Fetch(rid, watch, host_watch)
-        try:
-            if watch is None or host_watch is None or not self._put(fetch, watch, host_watch):
-                fetch.found = 0
-        except Exception as e:
-            # Maybe on this rank only.
-            logger.error("The storage of KV is not asked for %s", rid, exc_info=e)
+        if watch is None or host_watch is None or not self._put(fetch, watch, host_watch):
             fetch.found = 0
         self.open.append(fetch)
         self._waited_for[rid] = fetch
@@ -98,7 +151,6 @@ class Fetches:
         page = self._page
         fetch.tokens = host_watch.token_ids[: len(host_watch.token_ids) // page * page]
         fetch.held, fetch.before = host_watch.length, self._host.name_at(host_watch)
-        fetch.cleared = self._cleared()
         known = max(fetch.held, watch.length)
         lacks = len(fetch.tokens) - known
         if lacks < self._least or self._threads.reading.pausing:
@@ -135,27 +187,12 @@ class Fetches:
         if not self.open:
             return
         now, watched = time.monotonic(), self.open[:]
-        found = [one for one in watched if one.agreed is not None and not one.loading and not one.follows][:MOST_BEGUN]
-        own = [fact for one in watched for fact in one.facts(now > one.deadline)]
-        figures = self._figures(found)
-        told = _least([*own, *figures, *(-figure for figure in figures)], group, alone)
-        low, negated = told[len(own) : len(own) + len(figures)], told[len(own) + len(figures) :]
-        # First, since these figures are from before.
-        self._begin_some(found, low, [-figure for figure in negated])
+        told = _least([fact for one in watched for fact in one.facts(now > one.deadline)], group, alone)
         for i, fetch in enumerate(watched):
-            if not fetch.closed:
-                self._follow(fetch, told[2 * i], told[2 * i + 1])
-
-    def _figures(self, found: Sequence[Fetch]) -> list[int]:
-        """By what it is decided on those to be read next: of host memory, and four of each of them."""
-        figures = [self._host.pool.available_size(), self._host.evictable_size()]
-        for fetch in found:
-            if fetch.host_watch is None or fetch.watch is None:
-                figures += [-1] * _FIGURES
-            else:
-                held = fetch.host_watch.peek()
-                figures += [fetch.held, held.length, held.evictable, fetch.watch.length]
-        return figures
+            self._follow(fetch, told[2 * i], told[2 * i + 1])
+        for fetch in self.open[:]:
+            if fetch.agreed is not None and not fetch.loading and not fetch.follows and not self._read_next(fetch):
+                return
 
     def _follow(self, fetch: Fetch, state: int, told: int) -> None:
         if state == UNDER_WAY:
@@ -178,65 +215,44 @@ class Fetches:
 
     def _end(self, fetch: Fetch, pages: int, late: bool) -> None:
         if late:
-            self._note_late(answered=pages > 0 or fetch.failed)
+            self._note_late(answered=pages > 0)
         if pages:
             self.brought[fetch.rid] = fetch.start, fetch.start + pages * self._page
         self._close(fetch, pages)
 
-    def _begin_some(self, found: Sequence[Fetch], low: Sequence[int], high: Sequence[int]) -> None:
-        """Begin to read what was found, as far as there is room, or let requests go on.
-
-        low, high: `_figures` of all ranks. Of what they differ in, nothing is read: they would hold different prefixes.
-        """
-        available, evictable = low[:2]
-        locked = 0
-        for i, fetch in enumerate(found):
-            first = 2 + _FIGURES * i
-            asked, held, unlocked, on_device = low[first : first + _FIGURES]
-            same = low[:2] == high[:2] and low[first : first + _FIGURES] == high[first : first + _FIGURES]
-            assert fetch.agreed is not None
-            if not same or held < asked or fetch.agreed - max(held, on_device) < self._least:
-                self._close(fetch, 0)
-                continue
-            fetch.reader = self._reader(fetch.names_of(held, self._page, self._page)[0])
-            if fetch.reader is not None:
-                continue
-            room = self._most - sum(one.begun for one in self.open)
-            if room < self._page:
-                # It waits for others to end.
-                return
-            wanted = min(fetch.agreed - held, room)
-            tokens = min(wanted, (available + evictable - locked - unlocked) // self._page * self._page)
-            if tokens < wanted and locked:
-                # What is locked for both has been taken off twice, maybe: the next step knows.
-                return
-            if tokens < self._page or held + tokens <= on_device:
-                self._close(fetch, 0)
-                continue
-            # On all ranks, also where it fails.
-            fetch.begun, fetch.start = tokens, held
-            fetch.reading = frozenset(fetch.names_of(held, tokens, self._page))
-            try:
-                self._begin(fetch, held, tokens)
-            except Exception as e:
-                # Maybe on this rank only: all learn of it in the next step.
-                logger.error("%d tokens cannot be fetched from the storage of KV", tokens, exc_info=e)
-                fetch.failed = True
-            if tokens > available:
-                # What host memory has of the others may have gone for it.
-                return
-            available -= tokens
-            locked += unlocked
+    def _read_next(self, fetch: Fetch) -> bool:
+        """Begin to read what was found, as far as there is room, or let its request go on. Whether others may, too."""
+        assert fetch.agreed is not None and fetch.host_watch is not None and fetch.watch is not None
+        held, on_device = fetch.host_watch.length, fetch.watch.length
+        if held < fetch.held or fetch.agreed - max(held, on_device) < self._least:
+            self._close(fetch, 0)
+            return True
+        fetch.reader = self._reader(fetch.names_of(held, self._page, self._page)[0])
+        if fetch.reader is not None:
+            return True
+        room = self._most - sum(one.begun for one in self.open)
+        if room < self._page:
+            # It waits for others to end.
+            return False
+        host, locked = self._host, fetch.host_watch.peek().evictable
+        free = (host.pool.available_size() + host.evictable_size() - locked) // self._page * self._page
+        tokens = min(fetch.agreed - held, room, free)
+        if tokens < self._page or held + tokens <= on_device:
+            self._close(fetch, 0)
+        else:
+            self._begin(fetch, held, tokens)
+        return True
 
     def _reader(self, name: bytes) -> Fetch | None:
         """Who reads the page of that name."""
         return next((one for one in self.open if name in one.reading), None)
 
     def _begin(self, fetch: Fetch, held: int, tokens: int) -> None:
+        """Read so many tokens behind the ``held`` ones. What raises ends the worker, on all ranks alike."""
         assert fetch.host_watch is not None
         host = self._host
-        _, above = host.lock_prefix(fetch.host_watch.peek())
-        fetch.above = above
+        fetch.begun, fetch.start = tokens, held
+        _, fetch.above = host.lock_prefix(fetch.host_watch.peek())
         short = tokens - host.pool.available_size()
         if short > 0:
             host.evict_shortfall(short)
@@ -245,6 +261,7 @@ class Fetches:
             raise RuntimeError(f"{tokens} tokens of host memory were to be had, and are not")
         fetch.slots = slots
         names = fetch.names_of(held, tokens, self._page)
+        fetch.reading = frozenset(names)
         pages = [int(page) for page in self._threads.pages.numbers(slots)]
         self._threads.read(lambda buffer: read_pages(fetch, self._threads, names, pages, buffer))
 
@@ -282,7 +299,7 @@ class Fetches:
         end = pages * self._page
         slots, come = fetch.slots[:end], fetch.tokens[fetch.start : fetch.start + end]
         key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=self._host.is_eagle)
-        known, _ = self._host.insert_fetched(fetch.above, key, slots, fetch.cleared)
+        known, _ = self._host.insert_fetched(fetch.above, key, slots)
         # What came another way meanwhile.
         self._free(slots[:known])
         self._threads.counters.fetched += end
@@ -299,3 +316,53 @@ def _least(facts: list[int], group: Any, alone: bool) -> list[int]:
     reduced = torch.tensor(facts, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     return reduced.tolist()
+
+
+# ---- what threads do for a fetch ----
+
+
+def look(fetch: Fetch, threads: StorageThreads, page_size: int) -> None:
+    """Find out how many pages the storage has behind what is held; by halving, since they came in order.
+
+    Without the first there is nothing to read, and no room to be made: others may have removed what was written first.
+    """
+    found = 0
+    try:
+        names = page_names(fetch.tokens[fetch.held :], page_size, fetch.before)
+        low, high, middle = 0, len(names), 1
+        while low < high and not fetch.closed:
+            if threads.files.exists(names[middle - 1].hex()):
+                low = middle
+            else:
+                high = middle - 1
+            # Behind the first the last: most often there is all of it, or nothing.
+            middle = high if high == len(names) else (low + high + 1) // 2
+        fetch.names, tokens = names, fetch.held + low * page_size
+        found = tokens if tokens >= fetch.worth else 0
+    finally:
+        fetch.found = found
+
+
+def read_pages(
+    fetch: Fetch, threads: StorageThreads, names: Sequence[bytes], pages: Sequence[int], buffer: torch.Tensor
+) -> None:
+    """Read pages into host memory, until one is not there, or nobody waits any more. buffer: room for one."""
+    try:
+        for name, page in zip(names, pages, strict=True):
+            if fetch.closed or threads.files.get(name.hex(), buffer) is None:
+                return
+            threads.reading.ended()
+            if not _take_in(fetch, threads, page, buffer):
+                return
+    finally:
+        fetch.ended = True
+
+
+def _take_in(fetch: Fetch, threads: StorageThreads, page: int, buffer: torch.Tensor) -> bool:
+    """Put what was read into a page of host memory; returns whether that is still the fetch's."""
+    with fetch.lock:
+        if fetch.closed:
+            return False
+        threads.pages.write(page, buffer)
+        fetch.come += 1
+    return True

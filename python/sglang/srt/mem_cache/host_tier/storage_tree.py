@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.decode_radix_cache import insert_below
-from sglang.srt.mem_cache.host_tier.storage_keys import first_hash, page_names
 from sglang.srt.mem_cache.host_tier.storage_writes import Write
 from sglang.srt.mem_cache.host_tier.tree import HostTree, path_to
+from sglang.srt.mem_cache.page_names import first_hash, name_pages, split_names
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +28,16 @@ class StoredHostTree(HostTree):
     writes: Writes | None = None
     # Told of slots that are given away.
     pages: Any = None
-    # What says that pages are in the storage already, of what is being inserted; None if that does not come from there.
-    fetched: Write | None = None
+    # Whether what enters the tree now comes from the storage.
+    inserts_fetched = False
 
-    def insert_fetched(self, node: TreeNode, key: RadixKey, slots: torch.Tensor, cleared: int) -> tuple[int, TreeNode]:
-        """As `insert_below`, of what the storage had when it had been cleared so often."""
-        self.fetched = Write(cleared)
+    def insert_fetched(self, node: TreeNode, key: RadixKey, slots: torch.Tensor) -> tuple[int, TreeNode]:
+        """As `insert_below`, of what the storage has."""
+        self.inserts_fetched = True
         try:
             return insert_below(self, node, key, slots)
         finally:
-            self.fetched = None
+            self.inserts_fetched = False
 
     def name_at(self, watch: Watch) -> bytes:
         """What the page is called behind which ``watch`` lacks something."""
@@ -50,20 +50,19 @@ class StoredHostTree(HostTree):
         super()._record_store_event(node)
         if self.writes is None:
             return
-        above = node.parent
-        before = first_hash(node.key.extra_key) if above is self.root_node else above.page_names[-1]
-        node.page_names = page_names(node.key.token_ids, self.page_size, before)
-        node.write = self.fetched
-        for one in () if self.fetched is not None else path_to(self, node):
-            if one is node or self.writes.lacks(one.write):
+        name_pages(self, node)
+        if self.inserts_fetched:
+            node.write = Write()
+            return
+        for one in path_to(self, node):
+            if one is node or one.write.lost:
                 one.write = self.writes.add(one.page_names, one.value)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Names are divided; a write is of both parts."""
         upper = super()._split_node(key, child, split_len)
         if hasattr(child, "page_names"):
-            pages = split_len // self.page_size
-            upper.page_names, child.page_names = child.page_names[:pages], child.page_names[pages:]
+            split_names(upper, child, self.page_size)
             upper.write = child.write
         return upper
 

@@ -23,10 +23,8 @@ __all__ = ["Write", "Writes"]
 
 @dataclass(eq=False)
 class Write:
-    """Pages that are written, or are there already: as of which clear, and whether one of them is not there all the
-    same."""
+    """Pages that are written, or are there already; and whether one of them is not there all the same."""
 
-    cleared: int
     lost: bool = False
 
 
@@ -43,8 +41,6 @@ class Writes:
         self._refused = 0
         # Advanced when what waits must not be written any more.
         self._epoch = 0
-        # How often the storage has been cleared here.
-        self.cleared = 0
 
     @property
     def waiting(self) -> int:
@@ -56,13 +52,9 @@ class Writes:
         """Tokens since the start that were not written, nor were there."""
         return self._refused + self._threads.counters.dropped
 
-    def lacks(self, write: Write) -> bool:
-        """Whether pages of ``write`` are not in the storage, as far as this worker knows."""
-        return write.lost or write.cleared != self.cleared
-
     def add(self, names: Sequence[bytes], slots: torch.Tensor) -> Write:
         """Write the pages of ``slots``, int64 on the CPU, in their order."""
-        write, tokens = Write(self.cleared), len(slots)
+        write, tokens = Write(), len(slots)
         if not self.enabled:
             return write
         if self.waiting + tokens > self._most or self._threads.writing.pausing:

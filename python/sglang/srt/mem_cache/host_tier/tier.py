@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.host_tier.agreed import SavesStep
-from sglang.srt.mem_cache.host_tier.ahead import SaveAhead
-from sglang.srt.mem_cache.host_tier.checks import check_rank
+from sglang.srt.mem_cache import tier
 from sglang.srt.mem_cache.host_tier.memory import HostMemory, check_pool, host_pool, kv_pool_of
-from sglang.srt.mem_cache.host_tier.saves import NO_SLOTS, Saves
+from sglang.srt.mem_cache.host_tier.saves import Saves
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
 from sglang.srt.mem_cache.known_prefixes import is_known
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_admission import QueueEntry
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.host_tier.memory import Copy
     from sglang.srt.mem_cache.host_tier.storage import HostStorage
@@ -37,9 +37,10 @@ __all__ = ["HostTier", "Load", "add_host_tier"]
 logger = logging.getLogger(__name__)
 
 # By the engine's write policy: after how many uses what is in the tree is saved. A request uses its prompt twice, when
-# that is committed and when it ends, so this is what another request has used too. With the last, uses do not count.
-WRITE_BACK = "write_back"
-HITS = {"write_through": 1, "write_through_selective": 3, WRITE_BACK: 1}
+# that is committed and when it ends, so this is what another request has used too.
+HITS = {"write_through": 1, "write_through_selective": 3}
+# Never written to.
+NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 
 
 class Load:
@@ -65,71 +66,99 @@ class Load:
             self.copy.wait()
 
 
-class HostTier:
+class HostTier(tier.Tier):
     """Host memory below the tree of one rank."""
 
-    def __init__(
-        self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int, ahead: SaveAhead | None = None
-    ):
-        """host: the tree over host memory. hits, ahead: see `Saves`."""
+    def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
+        """host: the tree over host memory. hits: see `Saves`."""
         self.tree, self.host, self.memory = tree, host, memory
-        self.saves = Saves(tree, host, memory, hits, ahead)
+        self.saves = Saves(tree, host, memory, hits)
         # What is below it, if anything is.
         self.storage: HostStorage | None = None
-        # Tokens since the start that were copied back; and loads that failed.
-        self.loaded_tokens = self.failed_loads = 0
+        # Tokens since the start that were copied back.
+        self.loaded_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being saved, or soon will be, or a request waits for a storage."""
+        return self.saves.busy or (self.storage is not None and self.storage.busy)
 
     # ---- what requests ask ----
 
+    def fetch(self, req: Req, entry: QueueEntry) -> None:
+        if self.storage is not None:
+            self.storage.fetch(req.rid, entry.watch, entry.host_watch, len(req.origin_input_ids))
+
+    def is_done(self, rid: str) -> bool:
+        return self.storage is None or self.storage.is_done(rid)
+
+    def leave(self, rid: str) -> None:
+        if self.storage is not None:
+            self.storage.leave(rid)
+
     def watch(self, token_ids: Sequence[int], extra_key: str | None) -> Watch:
-        """Begin to watch what host memory has of a prompt, which is then evicted last."""
         return self.host.watches.add(token_ids, extra_key)
 
-    def leave(self, watch: Watch) -> None:
-        """End a watch."""
+    def end_watch(self, watch: Watch) -> None:
         self.host.watches.remove(watch)
 
     def found(self, watch: Watch | None, held: int) -> PrefixPeek:
-        """What host memory has of a prompt, if that is more than the ``held`` tokens that the tree has."""
         if watch is None or watch.length <= held:
             return NOTHING
         return watch.peek()
 
     def found_of(self, token_ids: Sequence[int], extra_key: str | None, held: int) -> PrefixPeek:
-        """The same of a prompt that nobody watches."""
         found = self.host.peek(self.tree.shareable(token_ids), extra_key)
         return found if found.length > held else NOTHING
 
-    def lock(self, found: PrefixPeek, held: int) -> Load:
-        """Keep what was found, of which the tree has ``held`` tokens, until `let_go`. To the eviction policy a request
-        has used it."""
+    def lock(self, found: PrefixPeek, held: int, priority: int) -> Load:
+        """To the eviction policy a request of that priority has used it."""
         parts, node = self.host.lock_prefix(found)
         self.host.count_use(node)
+        self.host.raise_priority(node, priority)
         return Load(torch.cat([NO_SLOTS, *parts]), node, held, self.host.generation)
 
-    def load(self, load: Load, slots: torch.Tensor) -> None:
-        """Begin to copy. slots: of the request on the device, int64, for the tokens from ``start`` to ``end``."""
+    def load(self, load: Load, req: Req, rows: Any) -> None:
+        slots = rows.req_to_token[req.req_pool_idx, load.start : load.end].long()
         load.copy = self.memory.load(load.slots[load.start :], slots)
         self.loaded_tokens += load.end - load.start
+        req.load_start, req.host_prefix_len = load.start, load.end
+        if self.storage is not None:
+            req.from_storage = self.storage.brought(req.rid, load.start, load.end)
 
     def let_go(self, load: Load) -> None:
-        """A request is committed, or has failed; its copy has ended. On all ranks in the same step."""
         if load.generation == self.host.generation:
             self.host.dec_lock_ref(load.node)
 
     # ---- a step ----
 
-    def begin_step(self, group: Any, alone: bool) -> SavesStep:
-        """Begin saves, and take in what a storage has brought. alone: whether there is one rank in ``group``."""
+    def begin_step(self, group: Any, alone: bool) -> Sequence[Any]:
+        """Takes in what a storage has brought, too."""
         if self.storage is not None:
             self.storage.advance(group, alone)
-        return SavesStep(self.saves, alone)
+        self.saves.start()
+        return self.saves.under_way
+
+    def end_step(self, polls: Sequence[int]) -> None:
+        self.saves.end_all(polls)
 
     # ---- figures ----
 
     def figures(self) -> list[int]:
-        """What must be the same on all ranks: free and evictable tokens of host memory, and saves under way."""
+        """Free and evictable tokens of host memory, and saves under way."""
         return [self.host.pool.available_size(), self.host.evictable_size(), len(self.saves.under_way)]
+
+    def cached_details(self, req: Req) -> dict[str, int]:
+        details = {"decode_host": req.from_host}
+        if self.storage is not None:
+            details["decode_storage"] = req.from_storage
+        return details
+
+    def nodes_in_use(self) -> Sequence[TreeNode]:
+        return self.saves.locked()
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        return {"host": (self.host.pool_size, self.host.pool.available_size())}
 
     def state(self) -> dict[str, Any]:
         """Tokens of host memory, and of what has been copied since the start."""
@@ -144,20 +173,28 @@ class HostTier:
             "loaded": self.loaded_tokens,
             "dropped": saves.dropped_tokens,
             "evicted_unsaved": saves.late_tokens,
-            "failed_saves": saves.failed_tokens,
-            "failed_loads": self.failed_loads,
             **({} if self.storage is None else {"storage": self.storage.state()}),
         }
 
-    def audit(self) -> list[str]:
-        """Every way in which the tree over host memory contradicts itself, of a worker without requests or saves."""
+    def faults(self) -> list[str]:
         faults = [f"host memory: {fault}" for fault in self.host.audit([])]
         unheld = self.host.pool_size - self.host.pool.available_size() - self.host.evictable_size()
         return [*faults, f"host memory: nobody holds {unheld} tokens"] if unheld else faults
 
     # ---- ends ----
 
-    def reset(self) -> None:
+    def release_device(self) -> bool:
+        return self.saves.release_device()
+
+    def stop(self) -> None:
+        """Host memory is emptied by the flush."""
+        if self.storage is not None:
+            self.storage.stop()
+
+    def wait(self) -> None:
+        self.memory.wait()
+
+    def on_reset(self) -> None:
         """The device's tree is reset: so is this one, when all copies have ended."""
         self.memory.wait()
         self.saves.forget()
@@ -185,14 +222,12 @@ def add_host_tier(
     for one in kvcache, *drafts:
         check_pool(one)
     check_size(args, kvcache)
-    check_rank(args, args.hicache_ratio * sum(kv_bytes(one) for one in (kvcache, *drafts)))
     pool = host_pool(kvcache, args, tree.page_size)
     pools = [(kvcache, pool), *((one, host_pool(one, args, tree.page_size, pool.size)) for one in drafts)]
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
     # The engine's allocators never give the first page away.
     host = host_tree(tree, pool.size - tree.page_size, host_class)
-    ahead = SaveAhead(tree) if args.hicache_write_policy == WRITE_BACK else None
-    tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy], ahead))
+    tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy]))
     logger.info(
         "Decode keeps %d tokens in host memory, %.2f GB of this rank, below the %d of its pool.",
         host.pool_size,

@@ -8,18 +8,18 @@ Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#3032
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, path_to
-from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+from sglang.srt.mem_cache.tier import SavingTree
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tier import HostTier
-    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["HostTierRadixCache", "HostTree", "host_tree", "is_in", "path_to"]
 
@@ -30,29 +30,13 @@ def is_in(tree: DecodeRadixCache, node: TreeNode) -> bool:
 
 
 class HostTree(DecodeRadixCache):
-    """The tree over host memory. It can be gone on with from a node, without a look at the tokens above.
+    """The tree over host memory.
 
     Its KV events are told with those of the device's tree, in their order, and name host memory as their medium.
     """
 
     # Of the device's tree.
     events: Callable[[], list[Any]] = list
-
-    def peek_below(self, node: TreeNode, token_ids: Sequence[Any], start: int, extra_key: str | None) -> PrefixPeek:
-        """As `peek`, of a prompt of which the tree has what ends with ``node``. Cost: what follows, and its depth.
-
-        token_ids: a part of the prompt, as the tree's `keys_of`, of which ``start`` tokens end with that node.
-        """
-        path = path_to(self, node)
-        in_last = len(node.key) if path else 0
-        for child, span in self.reader.descend(node, start, token_ids, extra_key):
-            path.append(child)
-            in_last = span
-        length = sum(len(one.key) for one in path[:-1]) + in_last
-        evictable = sum(len(one.key) for one in path[:-1] if one.lock_ref == 0)
-        if path and path[-1].lock_ref == 0:
-            evictable += in_last
-        return PrefixPeek(length, evictable, path, in_last)
 
     def raise_priority(self, node: TreeNode, priority: int) -> None:
         """What ends with ``node`` is of this priority at least. No node's is above that of the one that it follows."""
@@ -108,52 +92,15 @@ def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree
     return host
 
 
-class HostTierRadixCache(DecodeRadixCache):
+class HostTierRadixCache(SavingTree, DecodeRadixCache):
     """The decode tree of a worker with a host tier."""
 
     def attach(self, tier: HostTier) -> None:
         """Begin to save; the tree must be empty."""
-        self.tier = tier
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is being saved, or soon will be, or a request waits for a storage."""
-        tier = self.tier
-        return tier is not None and (tier.saves.busy or (tier.storage is not None and tier.storage.busy))
-
-    def nodes_in_use(self) -> list[TreeNode]:
-        return [] if self.tier is None else self.tier.saves.locked()
-
-    def is_saved_first(self, node: TreeNode) -> bool:
-        return self.tier is not None and self.tier.saves.is_next(node)
+        self.tier, self.saves = tier, tier.saves
 
     def reset(self) -> None:
         """Resets both trees, when copies have ended."""
-        if self.tier is not None:
-            self.tier.reset()
+        if self.saves is not None:
+            self.tier.on_reset()
         super().reset()
-
-    def _record_store_event(self, node: TreeNode) -> None:
-        """A new leaf is saved."""
-        super()._record_store_event(node)
-        if self.tier is not None:
-            self.tier.saves.used(node)
-
-    def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
-        """A node that is met again may now be worth it; or it could not be saved before."""
-        super()._inc_hit_count(node, chunked)
-        if self.tier is not None and is_in(self, node):
-            self.tier.saves.used(node)
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """What is known of saves is known of both parts."""
-        upper = super()._split_node(key, child, split_len)
-        if self.tier is not None:
-            self.tier.saves.on_split(upper, child)
-        return upper
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        """A node which is gone is saved no more."""
-        super()._delete_leaf(node)
-        if self.tier is not None:
-            self.tier.saves.on_removal(node)

@@ -8,16 +8,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
 from sglang.srt.mem_cache.pegaflow import memory
-from sglang.srt.mem_cache.pegaflow.calls import Counters
+from sglang.srt.mem_cache.pegaflow.checks import server_url
 from sglang.srt.mem_cache.pegaflow.memory import KVLayout
-from sglang.srt.mem_cache.pegaflow.server import server_url
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Counters"]
+
+
+@dataclass
+class Counters:
+    """What has been done, in pages, for `get_internal_state`; ``lost``: how often the server was."""
+
+    saved: int = 0
+    saves_failed: int = 0
+    asked: int = 0
+    hits: int = 0
+    loaded: int = 0
+    loads_failed: int = 0
+    lost: int = 0
 
 
 class Connection:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.pegaflow.calls import Load, Lookup
-from sglang.srt.mem_cache.pegaflow.pages import first_hash, page_hashes
+from sglang.srt.mem_cache.page_names import first_hash, page_names
 from sglang.srt.mem_cache.pegaflow.room import Room
+from sglang.srt.mem_cache.pegaflow.session import Load, Lookup
 from sglang.srt.mem_cache.prefix_reader import PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -105,8 +105,8 @@ class Prefetches:
         if not tokens:
             return
         held, _, path, _ = self.reader.peek(tokens, extra_key)
-        hashes = [name for node in path for name in node.page_hashes][: held // page]
-        hashes += page_hashes(tokens[held:], page, hashes[-1] if hashes else first_hash(extra_key))
+        hashes = [name for node in path for name in node.page_names][: held // page]
+        hashes += page_names(tokens[held:], page, hashes[-1] if hashes else first_hash(extra_key))
         lookup = Lookup(hashes[:MOST_ASKED])
         found = Prefetch(rid, tokens, extra_key, priority, lookup, self._tree.step, time.monotonic() + TIMEOUT_S)
         self.open.append(found)

@@ -88,10 +88,9 @@ class PegaFlowScheduler(Base):
             # Only the end of a running request has the engine look again at those that found no room, and none may run.
             self.running_batch.batch_is_full = False
 
-    def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while requests wait for PegaFlow."""
-        if self.pegaflow is None or not self.pegaflow.busy:
-            super().maybe_sleep_on_idle()
+    def _get_storage_backend_type(self) -> str:
+        """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
+        return super()._get_storage_backend_type() if self.pegaflow is None else "pegaflow"
 
     def flush_cache(self) -> bool:
         """Waits some seconds for pages that a server saves or loads; after that they stay with it."""
@@ -105,10 +104,3 @@ class PegaFlowScheduler(Base):
         if done:
             tree.keep_fenced()
         return done
-
-    def before_weight_update(self) -> None:
-        """Stops using the server: what it holds is of other weights than this worker has after the update."""
-        super().before_weight_update()
-        if self.pegaflow is not None and not self.pegaflow.session.stopped:
-            logger.warning("The weights have been changed: this worker uses PegaFlow no more. Start it anew to use it.")
-            self.pegaflow.leave()

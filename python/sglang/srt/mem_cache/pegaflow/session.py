@@ -11,24 +11,306 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from sglang.srt.mem_cache.pegaflow.asker import BUSY_PROBE_S, Asker
-from sglang.srt.mem_cache.pegaflow.calls import Counters, Load, Lookup, Save
-from sglang.srt.mem_cache.pegaflow.connection import Connection
-from sglang.srt.mem_cache.pegaflow.loader import Loader, release
+from sglang.srt.mem_cache.pegaflow.connection import Connection, Counters
 from sglang.srt.mem_cache.pegaflow.memory import KVLayout
-from sglang.srt.mem_cache.pegaflow.saver import Saver
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PegaFlowSession"]
+__all__ = ["Asker", "Load", "Loader", "Lookup", "PegaFlowSession", "Save", "Saver"]
 
 # How often an idle connection is looked at, and a lost one tried again.
 PROBE_S = 2.0
 # How often the state of running loads is looked at.
 POLL_S = 0.001
+# While a load runs, how often the server is looked at; and the least between two looks that misses give rise to.
+BUSY_PROBE_S = 0.2
+# A server that has died may have had copies under way; its part of the device driver ends within this.
+GRACE_S = 1.0
+# Of one Save message: gRPC servers take 4 MiB unless told otherwise.
+MAX_SAVE_BYTES = 2 << 20
+_BYTES_PER_PAGE = 48
+
+
+@dataclass(eq=False)
+class Save:
+    """Pages to be copied to the server. They must not change before ``done``.
+
+    slots: int64, the KV slots of whole pages in order. hashes: one per page.
+    """
+
+    slots: torch.Tensor
+    hashes: list[bytes]
+    done: bool = False
+    saved: bool = False
+
+    def is_done(self) -> bool:
+        """Whether the server reads the pages no more."""
+        return self.done
+
+
+@dataclass(eq=False)
+class Lookup:
+    """A question how many of ``hashes``, from the first on, the server holds; None until it is answered.
+
+    What it holds is leased to this process until the lease is loaded or dropped. failed: there was no answer, which
+    counts as none held. fetching: the server has said that it fetches them from a slower tier.
+    """
+
+    hashes: list[bytes]
+    failed: bool = False
+    fetching: bool = False
+    hits: int | None = None
+    lease: bytes = b""
+    leased: int = 0
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Load:
+    """A copy of leased pages, after the first ``skip``, into ``slots``, which belong to the server until ``final``.
+
+    failed: they will not arrive; the server may yet write to them while not ``final``.
+    """
+
+    lease: bytes
+    leased: int
+    slots: torch.Tensor
+    skip: int = 0
+    final: bool = False
+    failed: bool = False
+    state: Any = None
+    registration: int = 0
+    failed_at: float = 0.0
+
+    def is_done(self) -> bool:
+        """Whether the server writes to the pages no more."""
+        return self.final
+
+
+def release(client: Any, lease: bytes) -> None:
+    """Give a lease back."""
+    try:
+        client.release(lease)
+    except Exception as error:
+        # It has run out, or went with the server.
+        logger.debug("PegaFlow: lease not released: %s", error)
+
+
+class Saver:
+    """Saves what is put into ``saves``, in this order; None ends it. In a thread of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """The thread's loop."""
+        while True:
+            save = self.saves.get()
+            if save is None:
+                return
+            try:
+                save.saved = self._save(save)
+            except Exception:
+                logger.exception("PegaFlow: saving %d pages failed", len(save.hashes))
+            if save.saved:
+                self._connection.counters.saved += len(save.hashes)
+            else:
+                self._connection.counters.saves_failed += len(save.hashes)
+            save.done = True
+
+    def _save(self, save: Save) -> bool:
+        pages = self._connection.pages(save.slots)
+        for attempt in range(2):
+            try:
+                return self._send(pages, save.hashes)
+            except Exception as error:
+                # Whether it reads them still: not when it is gone, nor when the pool has been registered anew.
+                if not self._connection.renew(error) or attempt:
+                    return False
+        return False
+
+    def _send(self, pages: list[int], hashes: list[bytes]) -> bool:
+        connection = self._connection
+        layers = connection.layout.names
+        at_once = max(1, MAX_SAVE_BYTES // (len(layers) * _BYTES_PER_PAGE))
+        for start in range(0, len(pages), at_once):
+            part, names = pages[start : start + at_once], hashes[start : start + at_once]
+            ok, message = connection.client.save(
+                connection.instance_id, 0, 0, connection.device_id, [(n, part, names) for n in layers]
+            )
+            if not ok:
+                logger.debug("PegaFlow: a save of %d pages was turned down: %s", len(part), message)
+                return False
+        return True
+
+
+class Asker:
+    """Asks what the server holds. What it has is leased until that is loaded or dropped.
+
+    Only `drop` is called on another thread than the rest.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._leases = threading.Lock()
+        self._questions = 0
+        # What the server was asked and fetches from a slower tier, and by which name.
+        self._fetching: deque[tuple[Lookup, str]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a question to put again."""
+        return bool(self._fetching)
+
+    def ask_again(self) -> None:
+        """Put the question again that has waited longest, if there is one."""
+        if self._fetching:
+            self._put(*self._fetching.popleft())
+
+    def drop(self, lookup: Lookup) -> bytes:
+        """Give up what ``lookup`` has leased, or will; returns the lease that is to be released, b"" if none is."""
+        with self._leases:
+            lookup.dropped = True
+            lease, lookup.lease = lookup.lease, b""
+        return lease
+
+    def ask(self, lookup: Lookup) -> None:
+        """Put a question to the server."""
+        self._questions += 1
+        self._put(lookup, f"{self._connection.instance_id}-{self._questions}")
+
+    def _put(self, lookup: Lookup, question: str) -> None:
+        """Ask; once more later while the server fetches what was asked for, which holds up nobody else."""
+        connection = self._connection
+        hits, lease, failed = 0, b"", True
+        try:
+            if not lookup.dropped and connection.up:
+                reply = self._query(lookup.hashes, question)
+                if reply is None:
+                    lookup.fetching = True
+                    self._fetching.append((lookup, question))
+                    return
+                (hits, lease), failed = reply, False
+        except Exception as error:
+            connection.renew(error)
+        connection.counters.asked += len(lookup.hashes)
+        if not hits and connection.up and time.monotonic() - connection.last_probe >= BUSY_PROBE_S:
+            # An answer from nobody looks the same.
+            connection.probe()
+        with self._leases:
+            dropped = lookup.dropped
+            if not dropped:
+                lookup.lease, lookup.leased = lease, hits
+        lookup.failed = failed or not connection.up
+        lookup.hits = hits
+        if dropped and lease:
+            release(connection.client, lease)
+
+    def _query(self, hashes: list[bytes], question: str) -> tuple[int, bytes] | None:
+        """Pages held, and their lease; None while the server fetches them from a slower tier."""
+        reply = self._connection.client.query_prefetch(self._connection.instance_id, hashes, question)
+        hits = getattr(reply, "num_hit_blocks", None)
+        if hits is None:
+            return None
+        if not 0 <= hits <= len(hashes):
+            # The tree would take it at its word.
+            raise ValueError(f"it says that it has {hits} of {len(hashes)} pages")
+        return hits, reply.lease
+
+
+class Loader:
+    """The loads under way, and those that have failed and may still be written to.
+
+    load_state: makes what the server and this process share of a load, the client's PyLoadState.
+    """
+
+    def __init__(self, connection: Connection, load_state: Callable[[], Any]) -> None:
+        self._connection, self.load_state = connection, load_state
+        self._loading: list[Load] = []
+        self._ended: list[Load] = []
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to look at."""
+        return bool(self._loading or self._ended)
+
+    def start(self, load: Load) -> None:
+        """Begin a load. If it cannot be begun it has failed."""
+        connection = self._connection
+        try:
+            pages: list[int | None] = [None] * load.skip + connection.pages(load.slots)
+            # The other ranks may hold less of it.
+            pages += [None] * (load.leased - len(pages))
+            load.state = self.load_state()
+            # Between two registrations: what one accepts must not fail with the other.
+            with connection.registering:
+                load.registration = connection.registrations
+                args = load.state.shm_name(), [connection.layout.names], [(load.lease, [pages])]
+                ok, message = connection.client.load(connection.instance_id, 0, connection.device_id, *args)
+            if ok:
+                connection.counters.hits += len(load.slots) // connection.layout.page_size
+                self._loading.append(load)
+                return
+            logger.debug("PegaFlow: a load of %d pages was turned down: %s", len(pages), message)
+        except Exception as error:
+            if self._is_refused(load, error):
+                logger.info("PegaFlow: a load of %d tokens was not begun: %s", len(load.slots), error)
+            else:
+                connection.renew(error)
+        release(connection.client, load.lease)
+        self._fail(load)
+
+    @staticmethod
+    def _is_refused(load: Load, error: Exception) -> bool:
+        """Whether ``error`` says only that ``load`` has not begun: it could not be sent, or its lease had run out."""
+        return load.state is None or isinstance(error, ValueError) or load.state.get_state() < 0
+
+    def look(self) -> None:
+        """Learn what has become of the loads under way."""
+        connection = self._connection
+        now = time.monotonic()
+        for load in self._loading[:]:
+            try:
+                state = load.state.get_state()
+            except Exception:
+                logger.exception("PegaFlow: the state of a load cannot be read")
+                state = -1
+            if state:
+                self._loading.remove(load)
+                if state > 0:
+                    connection.counters.loaded += len(load.slots) // connection.layout.page_size
+                    load.final = True
+                else:
+                    self._fail(load)
+            elif load.registration != connection.registrations:
+                self._loading.remove(load)
+                self._fail(load)
+        for load in self._ended[:]:
+            if now - load.failed_at >= GRACE_S:
+                self._ended.remove(load)
+                load.final = True
+
+    def _fail(self, load: Load) -> None:
+        self._connection.counters.loads_failed += len(load.slots) // self._connection.layout.page_size
+        load.failed, load.failed_at = True, time.monotonic()
+        self._ended.append(load)
+
+    def fail_all(self) -> None:
+        """What was being loaded by a server that is gone."""
+        for load in self._loading:
+            self._fail(load)
+        self._loading.clear()
 
 
 class PegaFlowSession:
