@@ -28,6 +28,7 @@ THOROUGH = [
     ("test_local_prefill.py", {"backend": "mooncake"}),
     ("test_local_prefill.py", {"page": 1}),
     ("test_peers.py", {"backend": "mooncake"}),
+    ("test_readme.py", {"backend": "mooncake"}),
     ("test_small_pool.py", {"backend": "mooncake"}),
     ("test_staging.py", {}),
     ("test_tensor_parallel.py", {"backend": "mooncake"}),

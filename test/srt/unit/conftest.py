@@ -27,10 +27,7 @@ from sglang.srt import server_args
 if TYPE_CHECKING:
     from ranks import Pair
 
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    end_of_a_run.end.session = session
-
+pytest_sessionfinish = end_of_a_run.pytest_sessionfinish
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
