@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,19 +35,6 @@ def test_decode_keeps_its_radix_cache_with_the_flag(parse, name):
     args.check_server_args()
     assert args.disaggregation_decode_enable_radix_cache
     assert not args.disable_radix_cache
-
-
-@pytest.mark.parametrize("options", [[], [*DECODE, FLAG], ["--disaggregation-mode", "prefill"]])
-def test_a_worker_can_import_all_in_the_order_of_its_start(tmp_path, options):
-    """Options are checked before the server is imported, and tests have imported all of it by then."""
-    model = make_model(tmp_path / "m")
-    start = (
-        "import sys; from sglang.srt.server_args import prepare_server_args; prepare_server_args(sys.argv[1:]);"
-        "import sglang.srt.entrypoints.http_server"
-    )
-    command = [sys.executable, "-c", start, "--model-path", str(model), "--device", "cpu", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])

@@ -45,12 +45,6 @@ def test_it_is_let_go_of_and_nobody_else(gateway, caplog):
     assert gateway.answers["/workers"]["workers"][0]["status"] == "draining"
 
 
-def test_a_name_is_as_good_as_an_address(gateway):
-    gateway.answers["/workers"]["workers"][0]["url"] = f"http://localhost:{PORT}"
-    gateway_notice.leave(gateway.url, "decode", PORT, {"127.0.0.1"})
-    assert gateway.let_go == ["/workers/here"]
-
-
 def test_all_of_its_ranks_are_let_go_of(gateway):
     """With --dp-aware a gateway has each DP rank as a worker: the digits behind the last @ are its number."""
     listed = gateway.answers["/workers"]["workers"]

@@ -6,8 +6,18 @@ import pytest
 from decode_world import World, aborted, end_patience
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kv_listener import Listener, names_in
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
+from sglang.srt.mem_cache.kv_event_namespaces import namespace_hash
 
 # Few different tokens, so that prompts share prefixes of all lengths.
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
@@ -17,12 +27,19 @@ class Life(RuleBasedStateMachine):
     page_size = 4
     states: int | None = None
     windows: tuple[int, int] | None = None
+    listener: Listener | None = None
 
-    @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
-    def begin(self, size, watermark):
+    @initialize(
+        size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]), listened_to=st.booleans()
+    )
+    def begin(self, size, watermark, listened_to):
         self.world = World(
             size=size, page_size=self.page_size, watermark=watermark, states=self.states, windows=self.windows
         )
+        if listened_to:
+            self.world.tree.enable_kv_cache_events = True
+            self.world.tree.reset()
+            self.listener = Listener()
 
     def pick(self, items, index):
         return items[index % len(items)]
@@ -115,6 +132,16 @@ class Life(RuleBasedStateMachine):
             errors = [dr.error for dr in (*self.world.queue.queue, *transfer.queue, *transfer.quarantine)]
             assert not any(errors), errors
 
+    @invariant()
+    def by_events_exactly_the_tree_is_known(self):
+        if self.listener is not None:
+            self.listener.hear(self.world.tree.take_events())
+            held = names_in(self.world.tree)
+            assert len(held) == len(set(held))
+            assert set(self.listener.parents) == set(held)
+            # What comes first hangs on no page.
+            assert set(self.listener.parents.values()) - set(held) <= {None, hash_str_to_int64(namespace_hash("a"))}
+
     def teardown(self):
         """Whatever happened, everything drains: nothing hangs and nothing leaks."""
         if not hasattr(self, "world"):
@@ -155,6 +182,4 @@ class Life(RuleBasedStateMachine):
 )
 def test_invariants_hold_in_every_life(page_size, states, windows):
     machine = type("Life", (Life,), {"page_size": page_size, "states": states, "windows": windows})
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))

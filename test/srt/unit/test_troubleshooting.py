@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 from code_texts import HOLE, assigned, handed, raised, returned, says, texts
-from sglang.srt.managers import schedule_batch
-from sglang.srt.managers.batch_failures import NO_TOKEN
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
 PATCH, PACKAGE = ROOT / "python" / "sglang" / "srt", ROOT / "python" / "sglang_pd_radix"
@@ -88,32 +83,6 @@ def test_what_is_raised_can_be_found():
         if not any(says(error.text, message) and _is_specific(message) for message in quoted):
             missing.append(f"{error.path.relative_to(ROOT)}:{error.line}: {error.text.replace(HOLE, '...')}")
     assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
-
-
-def test_a_request_that_is_itself_at_fault_is_under_the_status_that_it_gets(monkeypatch):
-    """On decode and without disaggregation 400; its first token prefill chooses, which then fails a transfer: 500."""
-    params = SamplingParams()
-    params.normalize(None)
-    found = {}
-    for message in (NO_TOKEN, "Custom logit processor one failed: two", "Failed to compile json grammar: three"):
-        req = Req("r", "", [1, 2, 3], params, vocab_size=100)
-        if message.startswith("Failed"):
-            monkeypatch.setattr(schedule_batch, "get_tensor_model_parallel_rank", lambda: 1)
-            req.set_finish_with_abort(message)
-        else:
-            SchedulerOutputProcessorMixin._fail_running(None, [req], {0: message})
-        found[message] = req.to_finish.status_code.value
-    assert {*found.values()} == {400}
-    for status in (400, 500):
-        section = PAGE.split(f"## A client gets status {status}\n")[1].split("\n## ")[0]
-        quoted = [message for row in section.splitlines() if row.startswith("| `") for message in _quoted(row)]
-        for message, answered in found.items():
-            assert any(says(message, one) and _is_specific(one) for one in quoted) == (status == answered), message
-    assert "its first token" in section
-
-
-def _quoted(row: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", re.split(r"(?<!\\) \| ", row.strip("| "))[0])
 
 
 def test_what_is_refused_with_a_tree_can_be_found():
