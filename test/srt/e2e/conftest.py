@@ -23,7 +23,7 @@ FORKS = [str(Path(__file__).parent / "forks"), *filter(None, [os.environ.get("PY
 FORKED = {} if cpu_host.has_cuda_driver() else {"PYTHONPATH": os.pathsep.join(FORKS)}
 
 BACKENDS = ["nixl", "mooncake"]
-# `make test` has to end within 30 minutes on two cores, installation included. What it leaves out for that, `make
+# `make test` has to end within 20 minutes on two cores, installation included. What it leaves out for that, `make
 # test-all` runs: over Mooncake, what differs only in what is decided before a backend takes part, and is shown over
 # NIXL; MLA with several ranks, which has fewer cases than MHA; page sizes between which and 16 nothing but arithmetic
 # differs, which unit tests walk; staging buffers, whose messages have unit tests with real managers; and workers that
