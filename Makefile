@@ -47,11 +47,12 @@ help:
 
 setup: $(STAMP) $(MOONCAKE_STAMP)
 
-# Left half done (no network, Ctrl-C), it has no stamp and the next call carries on.
+# Left half done (no network, Ctrl-C), it has no stamp and the next call carries on. To compile all of its 30,000 files
+# takes a core for minutes; Python compiles those that it imports, which are a tenth, when it first does.
 $(STAMP): pyproject.toml constraints.txt python/sglang_pd_radix.pth
 	@test -n '$(PYTHON)' || { echo 'Python 3.10, 3.11 or 3.12 is needed and none was found: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	'$(PYTHON)' -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	@touch $@
 
 # Mooncake is optional: where it cannot be installed (no root for its Debian libraries), its tests are skipped and say
@@ -64,31 +65,35 @@ demo: setup
 		$(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 # The patch files are checked apart, under their path in the checkout: to mypy they have the engine's module names.
-lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	$(BIN)/mypy --explicit-package-bases python/sglang $(wildcard python/extras/*/sglang)
 
+lint: setup
+	$(LINT)
+
 # The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
-# all of them hold is more than the 20,000 descriptors that some hosts allow. All at once: half of their time they wait.
-# What two of them say comes when the last has ended. Status 5 of pytest: -k has left none. What failed is said again at
-# the end, where whoever is shown the last lines only finds it.
-test: setup lint
+# all of them hold is more than the 20,000 descriptors that some hosts allow. All at once, and lint beside them: half of
+# their time they wait. What all but one of them say comes when the last has ended. Status 5 of pytest: -k has left none.
+# What failed is said again at the end, where whoever is shown the last lines only finds it.
 ifneq ($(strip $(TESTS)),)
+test: setup lint
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 else
+test: setup
 	@mkdir -p build; rm -f build/tests-*; status=5; \
 	ended() { if [ $$1 -ne 5 ]; then case $$status in 0|5) status=$$1;; esac; fi; }; \
 	shown() { { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) 2>&1; echo $$? >build/tests-status; } | tee build/tests-$$1.log; \
 		ended "$$(cat build/tests-status)"; }; \
 	quiet() { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) >build/tests-$$1.log 2>&1 & pids="$$pids $$!"; }; \
 	pids=; quiet a-f 'test/srt/unit/test_[a-f]*.py'; quiet g-r 'test/srt/unit/test_[g-r]*.py python/extras'; \
-	trap 'kill $$pids 2>/dev/null; exit 130' INT TERM; \
+	( $(LINT) ) >build/tests-lint.log 2>&1 & lint=$$!; \
+	trap 'kill $$pids $$lint 2>/dev/null; exit 130' INT TERM; \
 	shown s-z 'test/srt/unit/test_[s-z]*.py'; \
-	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; cat build/tests-a-f.log build/tests-g-r.log; \
+	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; \
+	cat build/tests-a-f.log build/tests-g-r.log build/tests-lint.log; \
+	if wait $$lint; then rm build/tests-lint.log; else ended 1; fi; \
 	shown e2e test/srt/e2e; \
-	grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
+	cat build/tests-lint.log 2>/dev/null; grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
 endif
 
 test-all: override PYTEST_ARGS += -m ''

@@ -3,18 +3,24 @@ until a test of another cluster comes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import mooncake_master
 import pytest
 from pd import FLAG, LOCAL, ask, base_prompt, conversations, hit_lengths
 
+from sglang_pd_radix.supplied import cpu_host
 from sglang_pd_radix.tools.cluster import Cluster
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requests", "16"]
 
+# Servers that tests start with a command of ours, and those with a path of their own, start their processes as ever.
+FORKS = [str(Path(__file__).parent / "forks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+FORKED = {} if cpu_host.has_cuda_driver() else {"PYTHONPATH": os.pathsep.join(FORKS)}
 
 BACKENDS = ["nixl", "mooncake"]
 # `make test` has to end within 20 minutes on two cores, installation included. What it leaves out for that, `make
@@ -82,7 +88,8 @@ class Clusters:
             self.count += 1
             common = COMMON + options.pop("common_args", [])
             logs = self.log_root / str(self.count)
-            self.cluster = Cluster(model, common_args=common, log_dir=logs, timeout_s=280, **options)
+            env = FORKED | options.pop("env", {})
+            self.cluster = Cluster(model, common_args=common, log_dir=logs, timeout_s=280, env=env, **options)
             self.cluster.start()
             self.key = key
         return self.cluster

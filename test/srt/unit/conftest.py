@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 # Three of these processes share two cores: threads of one mostly wait for each other.
 torch.set_num_threads(1)
 
+pytest_sessionfinish = end_of_a_run.pytest_sessionfinish
+
 
 def pytest_collection_finish() -> None:
     """What has been imported stays, and no collection has to walk the engine and all that it brings."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    end_of_a_run.end.session = session
 
 
 # How long an example takes says how busy the machine is.

@@ -1,4 +1,4 @@
-"""How a process of unit tests ends. Imported before all that registers what is to be done at the end.
+"""How a process of unit tests ends: a plugin, imported before all that registers what is to be done at the end.
 
 The engine's bootstrap servers have threads with an event loop of uvloop that never end. One that wakes up when the
 interpreter has been taken down, while libraries still are, asks it for a thread state: a segmentation fault.
@@ -10,10 +10,8 @@ import atexit
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 
 class End:
@@ -32,3 +30,7 @@ class End:
 end = End()
 # The first to be registered is the last to be called.
 atexit.register(end)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    end.session = session

@@ -34,7 +34,9 @@ class Pair:
             raise
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Which imports the engine once for both.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["sglang.srt.managers.scheduler"])
         self.starts += 1
         store = self.folder / f"store{self.starts}"
         for rank in range(2):

@@ -16,10 +16,6 @@ from pathlib import Path
 
 import pytest
 from code_texts import texts
-from sglang.srt.disaggregation import step_time
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, MEASURED, SHARED_FIGURES
-from sglang.srt.disaggregation.local_policy import Bucket
-from sglang.srt.disaggregation.ttft_target import TtftTarget
 
 from sglang_pd_radix.patching import registry, syntax
 from sglang_pd_radix.tools import reference
@@ -51,22 +47,6 @@ def test_every_row_of_the_register_says_until_when():
     assert not silent, f"no `Upstream:` line with a number, or with none: {sorted(silent)}"
 
 
-def test_the_protocol_counts_what_ranks_agree_on_as_the_code_does():
-    words = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
-    words += "sixteen seventeen eighteen nineteen twenty".split()
-    text = " ".join((DOCS / "protocol.md").read_text(encoding="utf-8").split())
-    said = re.search(
-        r"(\w+) figures that the first rank has measured: (\w+) of its steps.*?, (\w+) of the pace.*?, and (\w+) for ",
-        text,
-    )
-    assert said is not None
-    assert [words.index(word) for word in said.groups()] == [MEASURED, step_time.WIDTH, Bucket.width, TtftTarget.width]
-    assert MEASURED == step_time.WIDTH + Bucket.width + TtftTarget.width
-    of_all = re.search(r"(\w+) figures with their negatives.*for the first (\w+) requests that may be admitted", text)
-    assert of_all is not None
-    assert [words.index(word) for word in of_all.groups()] == [SHARED_FIGURES, CANDIDATES]
-
-
 # ---- README ----
 
 
@@ -89,16 +69,6 @@ RUN_BY = {
 def test_readme_is_short():
     words = [word for word in README.split() if re.search(r"\w", word)]
     assert len(words) <= 700, f"README has {len(words)} words"
-
-
-def test_readme_compares_with_what_else_there_is():
-    heading = next(line for line in README.splitlines() if "vLLM NixlConnector" in line)
-    assert all(name in heading for name in ("this package", "SGLang 0.5", "Dynamo"))
-    table = README.partition(heading)[2].partition("\n\n")[0]
-    for row in ("CUDA", "speculation", "DP ranks", "host memory", "computed on decode", "decode-to-prefill", "ITL"):
-        assert row in table
-    for row in ("lower bound", "fault tests", "seen on GPUs"):
-        assert row in table
 
 
 def test_readme_says_how_large_the_patch_is():
@@ -201,14 +171,6 @@ def test_every_page_can_be_reached():
             if not re.match(r"[a-z]+:", target):
                 left.append((page.parent / target).resolve())
     assert {*PAGES} <= seen, [_name(page) for page in {*PAGES} - seen]
-
-
-def test_anchors_are_those_of_github():
-    assert anchors("# A `b` (c), d: e\n## A `b` (c), d: e\n```\n# no\n```\n### `x` and [y](z.md)") == {
-        "a-b-c-d-e",
-        "a-b-c-d-e-1",
-        "x-and-y",
-    }
 
 
 # ---- what is named in code ----

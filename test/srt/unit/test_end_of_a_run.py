@@ -37,7 +37,7 @@ def test_a_thread_that_wakes_up_too_late_changes_no_verdict(tmp_path: Path) -> N
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "test_left.py").write_text(LEFT.format(folder=str(folder)))
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-p", "end_of_a_run", "-p", "no:cacheprovider", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=80)
     assert "1 failed" in done.stdout and done.returncode == 1, done.stderr[-2000:]

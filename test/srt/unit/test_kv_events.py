@@ -8,48 +8,16 @@ import msgspec
 import pytest
 from decode_world import World
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
+from hypothesis.stateful import invariant, run_state_machine_as_test
 from kv_listener import Listener, names_in, names_of
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored, KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
-from sglang.srt.mem_cache.kv_event_namespaces import namespace_hash
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from speculating_loop import SpeculatingLoop
 from test_host_tier import HostLife, settle
-from test_life_of_a_request import Life
 from test_speculation import ask
 from test_traps import PAGE, serve_to_end, tokens
-
-
-class Overheard(Life):
-    """The life of the worker, with somebody who listens."""
-
-    @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
-    def begin(self, size, watermark):
-        super().begin(size, watermark)
-        self.world.tree.enable_kv_cache_events = True
-        self.world.tree.reset()
-        self.listener = Listener()
-
-    @invariant()
-    def sound(self):
-        super().sound()
-        if hasattr(self, "listener"):
-            self.listener.hear(self.world.tree.take_events())
-            held = names_in(self.world.tree)
-            assert len(held) == len(set(held))
-            assert set(self.listener.parents) == set(held)
-            # What comes first hangs on no page.
-            assert set(self.listener.parents.values()) - set(held) <= {None, hash_str_to_int64(namespace_hash("a"))}
-
-
-@pytest.mark.parametrize(("page_size", "states", "windows"), [(1, None, None), (4, 3, None), (4, None, (6, 20))])
-def test_by_events_exactly_the_tree_is_known_in_every_life(page_size, states, windows):
-    machine = type("Overheard", (Overheard,), {"page_size": page_size, "states": states, "windows": windows})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
 
 
 class OverheardTier:

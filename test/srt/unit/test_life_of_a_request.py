@@ -6,23 +6,40 @@ import pytest
 from decode_world import World, aborted, end_patience
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kv_listener import Listener, names_in
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.mem_cache.hicache_storage import hash_str_to_int64
+from sglang.srt.mem_cache.kv_event_namespaces import namespace_hash
 
-# Few different tokens, so that prompts share prefixes of all lengths.
-prompts = st.lists(st.integers(1, 2), min_size=1, max_size=40)
+# Few different tokens, so that prompts share prefixes of all lengths. Where none is drawn, most lists are short.
+prompts = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(1, 2), min_size=n, max_size=n))
 
 
 class Life(RuleBasedStateMachine):
     page_size = 4
     states: int | None = None
     windows: tuple[int, int] | None = None
+    listener: Listener | None = None
 
-    @initialize(size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]))
-    def begin(self, size, watermark):
+    @initialize(
+        size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]), listened_to=st.booleans()
+    )
+    def begin(self, size, watermark, listened_to):
         self.world = World(
             size=size, page_size=self.page_size, watermark=watermark, states=self.states, windows=self.windows
         )
+        if listened_to:
+            self.world.tree.enable_kv_cache_events = True
+            self.world.tree.reset()
+            self.listener = Listener()
 
     def pick(self, items, index):
         return items[index % len(items)]
@@ -43,6 +60,17 @@ class Life(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.world.step()
+
+    @rule(prompt=prompts)
+    def serve(self, prompt):
+        """One that goes through to its end if there is memory for it, as most do; by chance few come that far."""
+        self.arrive(prompt, None, 1, False, True, "a:1")
+        self.world.step()
+        for decode_req in list(self.world.transfer.queue):
+            self.world.complete(decode_req)
+        self.world.step()
+        for req in list(self.world.running):
+            self.world.finish(req)
 
     @precondition(lambda self: self.world.transfer.queue)
     @rule(i=st.integers(0, 9), num_pages=st.integers(1, 4))
@@ -103,9 +131,11 @@ class Life(RuleBasedStateMachine):
     def abort_retracted(self, i):
         self.world.abort_retracted(self.pick(self.world.queue.retracted_queue, i))
 
-    @rule()
-    def flush(self):
-        self.world.flush()
+    @rule(now=st.integers(0, 9).map(lambda n: n == 0))
+    def flush(self, now):
+        """Now and then: more often, and there is hardly ever anything in the tree."""
+        if now:
+            self.world.flush()
 
     @invariant()
     def sound(self):
@@ -114,6 +144,16 @@ class Life(RuleBasedStateMachine):
             transfer = self.world.transfer
             errors = [dr.error for dr in (*self.world.queue.queue, *transfer.queue, *transfer.quarantine)]
             assert not any(errors), errors
+
+    @invariant()
+    def by_events_exactly_the_tree_is_known(self):
+        if self.listener is not None:
+            self.listener.hear(self.world.tree.take_events())
+            held = names_in(self.world.tree)
+            assert len(held) == len(set(held))
+            assert set(self.listener.parents) == set(held)
+            # What comes first hangs on no page.
+            assert set(self.listener.parents.values()) - set(held) <= {None, hash_str_to_int64(namespace_hash("a"))}
 
     def teardown(self):
         """Whatever happened, everything drains: nothing hangs and nothing leaks."""
@@ -153,6 +193,4 @@ class Life(RuleBasedStateMachine):
 )
 def test_invariants_hold_in_every_life(page_size, states, windows):
     machine = type("Life", (Life,), {"page_size": page_size, "states": states, "windows": windows})
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -44,21 +43,6 @@ def rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("mlx5_1", "mlx5_0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(mooncake_host, "RDMA_DEVICES", tmp_path)
-
-
-def test_says_over_what_it_transfers(library, rdma, monkeypatch, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    MooncakeTransferEngine("10.0.0.1", 0)
-    assert "transfers over RDMA (mlx5_0, mlx5_1)" in caplog.text
-    MooncakeTransferEngine("10.0.0.1", 0, "mlx5_1")
-    assert "transfers over RDMA (mlx5_1)" in caplog.text
-    monkeypatch.setenv("MC_FORCE_TCP", "1")
-    MooncakeTransferEngine("10.0.0.1", 0)
-    assert "TCP (MC_FORCE_TCP is set)" in caplog.text
-    monkeypatch.delenv("MC_FORCE_TCP")
-    monkeypatch.setattr(mooncake_host, "RDMA_DEVICES", Path("/none"))
-    MooncakeTransferEngine("10.0.0.1", 0)
-    assert "TCP (no RDMA device here)" in caplog.text
 
 
 def test_a_library_that_does_not_start(library, rdma) -> None:

@@ -120,22 +120,6 @@ def with_dp_attention(rank: int, script: Script, busy: list[dict[int, int]], tur
     return scheduler.done
 
 
-@pytest.mark.parametrize("name", [*UPDATES, "release"])
-def test_an_idle_rank_updates_with_the_one_that_is_not(pair, name):
-    """With DP attention, of which the ranks meet in every turn; rank 1 still has what a client has left."""
-    done = assert_same(pair.run(with_dp_attention, {2: [(name, True)]}, [{}, {0: 6}], 9))
-    assert done == [(6, name)]
-
-
-@pytest.mark.parametrize("late", UPDATES)
-def test_an_update_does_not_overtake_one_that_waits(pair, late):
-    """Also where it flushes nothing and so waits for nobody."""
-    for busy in ([{}, {0: 6}], [{0: 6}, {}], [{0: 6}, {0: 6}]):
-        done = assert_same(pair.run(with_dp_attention, {2: [("disk", True)], 3: [(late, False)]}, busy, 9))
-        assert done == [(6, "disk"), (6, late)]
-    assert assert_same(pair.run(with_dp_attention, {2: [(late, False)]}, [{0: 6}, {}], 4)) == [(2, late)]
-
-
 def test_memory_comes_back_after_it_was_taken(pair):
     script = {1: [("release", True), ("resume", True)], 2: [("tensor", False)]}
     done = assert_same(pair.run(with_dp_attention, script, [{}, {0: 4}], 6))
