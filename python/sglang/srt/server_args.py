@@ -280,7 +280,7 @@ class ServerArgs(engine.ServerArgs):
             self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
-        """Checks pages, the secret, what SIGTERM is to do, Mooncake and PegaFlow, with all defaults settled.
+        """Checks pages, the secret, Mooncake and PegaFlow, with all defaults settled.
 
         Checks that the cache is still on.
         """
@@ -289,12 +289,9 @@ class ServerArgs(engine.ServerArgs):
         super().check_server_args()
         if self.disaggregation_mode != "null":
             from sglang.srt.disaggregation.common.authentication import secret
-            from sglang.srt.managers import drain, gateway_notice
             from sglang.srt.observability import request_life
 
             secret()
-            drain.drain_seconds(self)
-            gateway_notice.gateways()
             request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())

@@ -50,6 +50,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_pd_radix.tools.make_model import make_model
 
 VOCAB = 100
+#: The engine's own class, below all that is laid over it.
+ENGINE = [one for one in TokenizerManager.__mro__ if one.__name__ == "TokenizerManager"][-1]
 NAN, INF = math.nan, math.inf
 
 
@@ -453,7 +455,7 @@ def test_prefill_hears_what_decode_refuses_and_computes(bootstrap_port, monkeypa
     monkeypatch.setattr(peer_calls, "_listeners", {})
     monkeypatch.setattr(peer_calls, "AGAIN_S", 0.2)
     prefill, rooms = manager(DisaggregationMode.PREFILL), []
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "init_disaggregation", lambda self: None)
+    monkeypatch.setattr(ENGINE, "init_disaggregation", lambda self: None)
     prefill.init_disaggregation()
     prefill.computed.note = rooms.append
 
@@ -477,9 +479,8 @@ def test_prefill_hears_what_decode_refuses_and_computes(bootstrap_port, monkeypa
 @pytest.mark.parametrize("room", [[5], {"a": 1}, "5", 5, None])
 def test_a_server_by_itself_takes_anything_for_a_room(monkeypatch, room):
     alone, sent = manager(DisaggregationMode.NULL), []
-    bases = TokenizerManager.__bases__[-1]
-    monkeypatch.setattr(bases, "_send_one_request", lambda self, one: sent.append(one))
-    monkeypatch.setattr(bases, "_send_batch_request", lambda self, ones: sent.extend(ones))
+    monkeypatch.setattr(ENGINE, "_send_one_request", lambda self, one: sent.append(one))
+    monkeypatch.setattr(ENGINE, "_send_batch_request", lambda self, ones: sent.extend(ones))
     obj = SimpleNamespace(rid="a", bootstrap_room=room, input_ids=[1])
     alone.rid_to_state["a"] = ReqState([], False, asyncio.Event(), obj, SimpleNamespace())
     alone._send_one_request(obj)
@@ -681,7 +682,7 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
         async for _ in prefill.generate_request(obj):
             pass
 
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
+    monkeypatch.setattr(ENGINE, "generate_request", generate)
     with pytest.raises(type(error)):
         asyncio.run(ask())
     at_fault = isinstance(error, ValueError)
@@ -738,7 +739,7 @@ def test_a_request_that_nobody_has_given_types(monkeypatch, options, said):
     def vertex_generate() -> None:
         pass
 
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
+    monkeypatch.setattr(ENGINE, "generate_request", generate)
     with pytest.raises(ValueError, match=said):
         asyncio.run(ask(vertex_generate, **options))
     assert asyncio.run(ask(vertex_generate, routed_dp_rank="1")).routed_dp_rank == 1
@@ -769,8 +770,8 @@ def test_a_request_that_ends_while_its_state_is_made_leaves_none(monkeypatch):
         async for _ in worker.generate_request(obj):
             pass
 
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "_req_stats_init", init)
+    monkeypatch.setattr(ENGINE, "generate_request", generate)
+    monkeypatch.setattr(ENGINE, "_req_stats_init", init)
     told = []
     monkeypatch.setattr(refusal, "tell", lambda addr, route, rooms, **said: told.extend(rooms) or Future())
     with pytest.raises(OverflowError):
@@ -804,13 +805,13 @@ def test_prefill_hears_why_a_batch_ends_before_its_other_prompts_are_taken_back(
             await asyncio.sleep(0)
         assert [one.rid for one in decode.send_to_scheduler] == ["a"]
 
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "generate_request", generate)
+    monkeypatch.setattr(ENGINE, "generate_request", generate)
     asyncio.run(ask())
 
 
 def test_a_transfer_that_fails_for_a_refusal_is_the_clients_error(monkeypatch):
     prefill, handled = manager(DisaggregationMode.PREFILL), []
-    monkeypatch.setattr(TokenizerManager.__bases__[-1], "_handle_batch_output", lambda self, out: handled.append(out))
+    monkeypatch.setattr(ENGINE, "_handle_batch_output", lambda self, out: handled.append(out))
     prefill.rid_to_state = {
         rid: SimpleNamespace(obj=request(bootstrap_room=room)) for rid, room in (("a", 5), ("b", 6))
     }
@@ -878,7 +879,7 @@ def test_a_stream_with_echo_has_the_whole_answer(monkeypatch, prompt, logprobs):
                 meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
                 yield {"text": text[:end], "index": place, "meta_info": meta}
 
-    monkeypatch.setattr(TokenizerManager.__mro__[2], "generate_request", generate_request)
+    monkeypatch.setattr(ENGINE, "generate_request", generate_request)
     serving = object.__new__(OpenAIServingCompletion)
     serving.template_manager, serving.allowed_custom_labels = SimpleNamespace(completion_template_name=None), None
     made = serving.tokenizer_manager = manager(DisaggregationMode.NULL)

@@ -17,8 +17,8 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.checked_requests import CheckedRequests, endpoint_of, reason_of
-from sglang.srt.managers.drain import Drain
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.worker_rest import wait_sent
 from sglang.srt.observability import req_time_stats, request_life
 
 __all__ = ["ReqState", "TokenizerManager"]
@@ -37,10 +37,8 @@ class ReqState(engine.ReqState):
 
 
 class TokenizerManager(CheckedRequests, engine.TokenizerManager):
-    """Gives the samples of a prompt rooms of their own, where both workers of a pair can; drains on SIGTERM."""
+    """Gives the samples of a prompt rooms of their own, where both workers of a pair can."""
 
-    # What SIGTERM does; None where that is the engine's.
-    drain: Drain | None = None
     # Where ended requests are remembered, if they are.
     ended: request_life.EndedRequests | None = None
 
@@ -66,13 +64,11 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         return message
 
     def auto_create_handle_loop(self) -> None:
-        """Looks first at who heeds SIGTERM, before the engine does. The HTTP server is told of ended requests."""
-        if self.event_loop is None:
-            self.drain = Drain.of(self.server_args)
-            if self.ended is not None:
-                from sglang.srt.entrypoints.http_server import app
+        """The HTTP server is told of ended requests."""
+        if self.event_loop is None and self.ended is not None:
+            from sglang.srt.entrypoints.http_server import app
 
-                app.add_api_route("/ended_requests", self.tell_ended, methods=["GET"])
+            app.add_api_route("/ended_requests", self.tell_ended, methods=["GET"])
         super().auto_create_handle_loop()
 
     async def tell_ended(self, rid: str | None = None, room: int | None = None, last: int = 0) -> dict:
@@ -114,15 +110,9 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
             self.ended.note(rid, state, meta, life or {}, req_time_stats.global_diff_realtime_monotonic)
 
     async def sigterm_watchdog(self) -> None:
-        """A worker that drains takes nothing new, and ends by itself; any other as in the engine.
-
-        But that a prefill sends first what its clients have been answered for.
-        """
-        if self.drain is not None:
-            await self.drain.run(self)
-            return
+        """As in the engine, but that a prefill sends first what its clients have been answered for."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL and self.server_args.tokenizer_worker_num == 1:
-            await Drain.wait_sent(self)
+            await wait_sent(self)
         await super().sigterm_watchdog()
 
     async def generate_request(self, obj, request=None):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import signal
 import time
@@ -28,7 +27,8 @@ from sglang.srt.disaggregation.room_notes import is_room
 from sglang.srt.managers import gateway_notice
 from sglang.srt.managers.request_checks import MAX_SAMPLES
 from sglang.srt.managers.samples import sample_room
-from sglang.srt.utils import get_bool_env_var, kill_process_tree
+from sglang.srt.managers.worker_rest import LOOK_S, is_hopeless, of_schedulers
+from sglang.srt.utils import kill_process_tree
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ __all__ = ["CLOSE_S", "Door", "Drain", "VARIABLE", "brings_work", "drain_seconds
 VARIABLE = "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT"
 # Seconds for what a decode worker with the flag has, where the variable is not set.
 DEFAULT_S = 300.0
-# Seconds between two looks; for how long there must have been nothing, since what a peer is to be told of the last
-# request may still be on its way; between two lines of the log.
-LOOK_S, QUIET_S, SAY_S = 0.1, 1.0, 5.0
+# Seconds for how long there must have been nothing, since what a peer is to be told of the last request may still be on
+# its way; between two lines of the log.
+QUIET_S, SAY_S = 1.0, 5.0
 # Seconds for what is aborted in the end to be told so, and for connections to take what has been written to them.
 ABORT_S, CLOSE_S = 5.0, 10.0
 # Seconds after which a client may ask here again: a new process, if any.
@@ -221,7 +221,7 @@ class Drain:
             elif now - (quiet_since := quiet_since or now) >= QUIET_S:
                 logger.info("Shutting down: everything has ended, after %.1f s", quiet_since - began)
                 return ""
-            if now >= until or self._hopeless(manager):
+            if now >= until or is_hopeless(manager):
                 return left or "something that ended a moment ago"
             if left and now - said >= SAY_S:
                 said = now
@@ -234,29 +234,7 @@ class Drain:
             return f"{len(manager.rid_to_state)} requests are left"
         if under_way := self._under_way():
             return f"{under_way} requests are still coming, or their answers going"
-        return await self.of_schedulers(manager, until)
-
-    @classmethod
-    async def of_schedulers(cls, manager: Any, until: float = math.inf) -> str:
-        """What the schedulers still have, in words; "" for nothing.
-
-        Pages that a prefill may still write to, or that are being written, have no request any more.
-        """
-        asked = asyncio.ensure_future(manager.get_internal_state())
-        # Not cancelled: the answer would be taken for that of the next question.
-        while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
-            if time.monotonic() >= until or cls._hopeless(manager):
-                return "the scheduler does not answer"
-        rests = all(state["kv_pool"]["idle"] for state in asked.result() if "kv_pool" in state)
-        return "" if rests else "the scheduler is not idle"
-
-    @classmethod
-    async def wait_sent(cls, manager: Any) -> None:
-        """Wait for the engine's SIGTERM, and on a prefill until it has sent what its clients have been answered for."""
-        while not manager.gracefully_exit:
-            await asyncio.sleep(LOOK_S)
-        while not cls._hopeless(manager) and (manager.rid_to_state or await cls.of_schedulers(manager)):
-            await asyncio.sleep(LOOK_S)
+        return await of_schedulers(manager, until)
 
     def _under_way(self) -> int:
         """Requests with which the server is not done: of one whose body is still coming, nobody else knows.
@@ -264,11 +242,6 @@ class Drain:
         What came to the closed door is not among them: it may come again and again.
         """
         return sum(1 for cycle in self.inside if not (cycle.response_complete or cycle.disconnected))
-
-    @staticmethod
-    def _hopeless(manager: Any) -> bool:
-        """Whether the engine would not wait either: its health check has failed, or it was told not to."""
-        return manager.server_status.name == "UnHealthy" or get_bool_env_var("SGL_FORCE_SHUTDOWN")
 
     async def end(self, manager: Any, status: int) -> None:
         """Have the server send what it has to send, and end this process and its children."""
