@@ -11,7 +11,7 @@ import time
 import zlib
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from decode_worker import DecodeWorker, make_window_pool
@@ -25,11 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.memory import HostMemory
-from sglang.srt.mem_cache.host_tier.tier import HostTier
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree, host_tree
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -126,52 +122,6 @@ class Receiver:
         pass
 
 
-class HostSizes(NamedTuple):
-    """A host tier: its tokens, after how many uses something is saved, and whether copies end when a test says so."""
-
-    tokens: int
-    hits: int = 1
-    late: bool = False
-
-
-class LateCopies:
-    """Copies of a device that has other things to do: they read and write when a test has them end, in order."""
-
-    def __init__(self, memory: HostMemory):
-        self._memory, self.pools = memory, memory.pools
-        self.begun: list[LateCopy] = []
-
-    def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> LateCopy:
-        return self._begin(partial(self._memory.save, host_slots, device_slots))
-
-    def load(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> LateCopy:
-        return self._begin(partial(self._memory.load, host_slots, device_slots))
-
-    def _begin(self, run) -> LateCopy:
-        self.begun.append(LateCopy(self, run))
-        return self.begun[-1]
-
-    def end(self, count: int) -> None:
-        for copy in self.begun[:count]:
-            copy.run()
-        del self.begun[:count]
-
-    def wait(self) -> None:
-        self.end(len(self.begun))
-
-
-class LateCopy:
-    def __init__(self, copies: LateCopies, run):
-        self._copies, self.run = copies, run
-
-    def done(self) -> bool:
-        return self not in self._copies.begun
-
-    def wait(self) -> None:
-        if not self.done():
-            self._copies.end(self._copies.begun.index(self) + 1)
-
-
 def end_patience(entry: Any) -> None:
     """It has waited for long enough for the transfer of another."""
     entry.since -= 1000
@@ -179,7 +129,10 @@ def end_patience(entry: Any) -> None:
 
 
 class World(DecodeWorker):
-    """One decode rank. ``size`` and ``watermark`` (None: the default part of the pool) in tokens."""
+    """One decode rank. ``size`` and ``watermark`` (None: the default part of the pool) in tokens.
+
+    host: what makes a tree with a tier, and checks it; see `host_world.HostSizes`.
+    """
 
     # Tokens that prefills lack when they read them, 0 for none, and the TP size of these.
     reads = 0
@@ -197,9 +150,9 @@ class World(DecodeWorker):
         tree_type: type[BasePrefixCache] = DecodeRadixCache,
         states: int | None = None,
         windows: tuple[int, int] | None = None,
-        host: HostSizes | None = None,
+        host: Any = None,
     ):
-        self.states, self.windows, self.tier = states, windows, None
+        self.states, self.windows, self.tier, self.host = states, windows, None, host
         if host is not None:
             tree_type = partial(self._hosted, host)
         pool: MHATokenToKVPool | HybridLinearKVPool | SWAKVPool
@@ -237,20 +190,11 @@ class World(DecodeWorker):
         self.offers = 0
         self.wrong_offers: set[str] = set()
 
-    def _hosted(self, sizes: HostSizes, params: CacheInitParams) -> DecodeRadixCache:
-        """A tree with a tier in host memory, of which the copies are over when they are begun, or late."""
-        tree = HostTierRadixCache(params)
-        pool = MHATokenToKVPoolHost(self.kv, 2 + sizes.tokens / self.kv.size, 0, params.page_size, "layer_first")
-        pools = [(self.kv, pool), *self.draft_pools(sizes, params.page_size)]
-        memory = HostMemory(pools, "direct", lambda: None)
-        memory = LateCopies(memory) if sizes.late else memory
-        self.tier = HostTier(tree, host_tree(tree, sizes.tokens, self.host_class), memory, sizes.hits)
-        tree.attach(self.tier)
-        return tree
+    def _hosted(self, sizes: Any, params: CacheInitParams) -> DecodeRadixCache:
+        """A tree with a tier; see `host_world.HostSizes`."""
+        return sizes.tree(self, params)
 
-    host_class = HostTree
-
-    def draft_pools(self, sizes: HostSizes, page_size: int) -> list:
+    def draft_pools(self, sizes: Any, page_size: int) -> list:
         """More pools of KV at the same slots, each with one in host memory."""
         return []
 
@@ -541,24 +485,7 @@ class World(DecodeWorker):
             assert Pools(self.tree, self.allocator, self.pool, self.size).audit() == []
         if self.tier is not None:
             # One that is computed here is in both while it waits for its copy.
-            self._check_host(list({id(decode_req): decode_req for decode_req in (*moving, *computed)}.values()))
-
-    def _check_host(self, decode_reqs: list[DecodeRequest]) -> None:
-        """The same of host memory: every token is somewhere, every lock has its holder, and KV is what it was."""
-        tier, host = self.tier, self.tier.host
-        loads = [dr.load for dr in decode_reqs if dr.load is not None and dr.load.generation == host.generation]
-        saves = tier.saves.under_way
-        fetches = None if tier.storage is None else tier.storage.fetches
-        fetching = ([], 0) if fetches is None else (fetches.locked(), fetches.loading_tokens)
-        assert not host.audit([load.node for load in loads] + [saving.above for saving in saves] + fetching[0])
-        in_tree = host.evictable_size() + host.protected_size()
-        assert host.pool.available_size() + in_tree + tier.saves.tokens + fetching[1] == host.pool_size
-        watched = [dr.entry.host_watch for dr in self.queue.queue if dr.entry is not None]
-        assert {watch for watch in watched if watch is not None} == set(host.watches)
-        stored = tier.memory.pools[0][1].k_buffer[0]
-        for tokens, slots in self._tree_paths(host):
-            got = stored[slots].flatten().int().tolist()
-            assert got == [kv_of(tokens[: i + 1], self.weights) for i in range(len(tokens))]
+            self.host.check(self, list({id(decode_req): decode_req for decode_req in (*moving, *computed)}.values()))
 
     def _check_kv(self, slots: list[int], tokens: list[int], weights: int) -> None:
         got = self.kv.k_buffer[0][slots].flatten().int().tolist()

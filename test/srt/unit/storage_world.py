@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from decode_world import HostSizes, World
+from decode_world import World
+from host_world import HostSizes
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.mem_cache.host_tier.storage import HostStorage
 from sglang.srt.mem_cache.host_tier.storage_fetches import Fetch, Limits, read_pages

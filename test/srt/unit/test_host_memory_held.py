@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import HostSizes, World
+from decode_world import World
+from host_world import HostSizes
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.host_tier import saves
 from sglang.srt.mem_cache.radix_cache import RadixKey

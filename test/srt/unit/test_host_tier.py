@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import HostSizes, World, aborted
+from decode_world import World, aborted
+from host_world import HostSizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test

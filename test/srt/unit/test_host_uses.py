@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from decode_world import HostSizes, World
+from decode_world import World
+from host_world import HostSizes
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache.host_tier.tier import HITS

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decode_world import HostSizes, World
+from decode_world import World
+from host_world import HostSizes
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from decode_world import HostSizes
+from host_world import HostSizes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop
