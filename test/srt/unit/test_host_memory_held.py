@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from decode_world import World
 from host_world import HostSizes
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.host_tier import saves
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_host_tier import PAGE, admit, leave_pool, saved, world
 from test_traps import tokens
 
@@ -44,18 +40,6 @@ def test_host_memory_keeps_what_requests_of_a_high_priority_have_had():
     one.check()
 
 
-def test_what_a_request_of_a_higher_priority_uses_too_is_its_own():
-    """Its prompt is in host memory already: nothing is saved for it."""
-    one = by_priority()
-    saved(one, IMPORTANT, max_new=1, priority=0)
-    before = one.tier.saves.saved_tokens
-    saved(one, IMPORTANT, max_new=1, priority=10)
-    assert one.tier.saves.saved_tokens == before
-    for prompt in OTHERS:
-        saved(one, prompt, max_new=1, priority=1)
-    assert on_host(one, IMPORTANT) == 20
-
-
 def test_what_comes_back_for_a_request_of_a_higher_priority_is_its_own():
     """To the tree it is new, and it is known to be in host memory only when it is to be saved."""
     one = by_priority()
@@ -78,33 +62,6 @@ def test_what_a_saved_node_follows_is_as_important():
     for prompt in OTHERS:
         saved(one, prompt, max_new=1, priority=1)
     assert on_host(one, IMPORTANT) == 20
-
-
-def test_what_is_the_head_of_a_longer_saved_prompt_is_its_own_too():
-    """The device's node is split for it, and the end that is known in host memory is the other part's."""
-    one = by_priority(host=64)
-    saved(one, IMPORTANT + tokens(200, 8), max_new=1, priority=0)
-    saved(one, IMPORTANT, max_new=1, priority=10)
-    for prompt in OTHERS:
-        saved(one, prompt, max_new=1, priority=1)
-    assert on_host(one, IMPORTANT) == 20
-    one.check()
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_to_raise_what_a_path_holds_takes_some_looks_at_each_of_its_nodes(monkeypatch, ahead):
-    """It took as many as there are nodes below: 22 ms for an insert of 400 nodes, with none of them saved."""
-    looks = []
-    live = saves._live
-    monkeypatch.setattr(saves, "_live", lambda *args: looks.append(args) or live(*args))
-    nodes = 100
-    one = ByPriority(size=1024, page_size=PAGE, host=HostSizes(1024, ahead=ahead))
-    slots = one.allocator.alloc(PAGE * nodes).to(torch.int64)
-    prompt = tokens(1, PAGE * nodes)
-    for end in range(PAGE, len(prompt) + 1, PAGE):
-        looks.clear()
-        one.tree.insert(InsertParams(key=RadixKey(prompt[:end], None), value=slots[:end], priority=1))
-    assert len(looks) <= nodes * saves.MOST_PARTS
 
 
 def test_what_is_loaded_for_a_request_is_of_its_priority_before_it_is_to_be_saved():

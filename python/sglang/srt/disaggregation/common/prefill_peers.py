@@ -97,7 +97,9 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     reads = 0 if needs_state else number("reads")
     devices = frozenset(map(str, answer.get("devices") or ()))
-    return Capabilities(version, *each, drafts, draft_model, reads, can("prompts"), *waits, all_cp_ranks, devices)
+    return Capabilities(
+        version, *each, drafts, draft_model, reads, number("prompts") > 1, *waits, all_cp_ranks, devices
+    )
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:

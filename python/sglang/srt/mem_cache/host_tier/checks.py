@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["check_free", "check_rank", "draft_part", "free_bytes"]
+__all__ = ["check_free", "free_bytes"]
 
 # What the engine leaves to others.
 LEFT_BYTES = 10 * 1024**3
@@ -68,60 +67,15 @@ def _path(own: Path, controller: str) -> list[PurePosixPath]:
 def check_free(args: ServerArgs, cgroup: Path = CGROUP) -> None:
     """Raise ValueError where there is less memory than ``--hicache-size`` asks for all ranks of this host.
 
-    What ``--hicache-ratio`` asks for is known when the model has been loaded.
+    What ``--hicache-ratio`` asks for is known when the model has been loaded; the engine looks then.
     """
-    if args.hicache_size:
-        draft = draft_part(args)
-        size = f"{args.hicache_size}, with KV of the draft beside it," if draft else str(args.hicache_size)
-        # Without DP attention each replica has ranks of its own.
-        replicas = 1 if args.enable_dp_attention else args.dp_size
-        ranks = args.tp_size * replicas // args.nnodes
-        _check(args.hicache_size * (1 + draft) * 10**9, f"--hicache-size {size}", ranks, cgroup)
-
-
-def check_rank(args: ServerArgs, size: float, cgroup: Path = CGROUP) -> None:
-    """The same of one rank with ``--hicache-ratio`` alone, which is about to take ``size`` bytes for that.
-
-    Others may have taken theirs by then, or not. So what fits is never refused, and not all that does not fit is.
-    """
-    if not args.hicache_size:
-        _check(size, f"--hicache-ratio {args.hicache_ratio:g}", 1, cgroup)
-
-
-def _check(size: float, option: str, ranks: int, cgroup: Path) -> None:
-    needed = size * ranks
+    # Without DP attention each replica has ranks of its own.
+    ranks = args.tp_size * (1 if args.enable_dp_attention else args.dp_size) // args.nnodes
+    needed = args.hicache_size * 10**9 * ranks
     free, whose = free_bytes(cgroup)
     if needed > max(0, free - LEFT_BYTES):
         raise ValueError(
-            f"{option} takes {needed / 1e9:.1f} GB of host memory for {ranks} {'ranks' if ranks > 1 else 'rank'}, and "
-            f"{whose} has {free / 1e9:.1f} GB free, of which {LEFT_BYTES / 1e9:.1f} are left to others. Give less, or "
-            "leave --enable-hierarchical-cache out."
+            f"--hicache-size {args.hicache_size} takes {needed / 1e9:.1f} GB of host memory for {ranks} "
+            f"{'ranks' if ranks > 1 else 'rank'}, and {whose} has {free / 1e9:.1f} GB free, of which "
+            f"{LEFT_BYTES / 1e9:.1f} are left to others. Give less, or leave --enable-hierarchical-cache out."
         )
-
-
-def draft_part(args: ServerArgs) -> float:
-    """KV of a token of the draft model, which is kept at the same slots, over that of the model; 0 without a draft.
-
-    A draft that is part of the model is refused with a host tier.
-    """
-    path = args.speculative_draft_model_path
-    if args.speculative_algorithm is None or path in (None, args.model_path):
-        return 0.0
-    # Not at the top: the options are made before what it needs.
-    from sglang.srt.configs.model_config import ModelConfig
-
-    try:
-        revision = args.speculative_draft_model_revision
-        draft = ModelConfig.from_server_args(args, model_path=path, model_revision=revision, is_draft_model=True)
-    except Exception:
-        # The engine says what is wrong with it, when it loads it.
-        return 0.0
-    tp_size = args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
-    return _token_size(draft, tp_size) / _token_size(args.get_model_config(), tp_size)
-
-
-def _token_size(config: ModelConfig, tp_size: int) -> int:
-    """Numbers that one rank keeps of a token."""
-    if config.attention_arch.name == "MLA":
-        return config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
-    return config.num_hidden_layers * config.get_num_kv_heads(tp_size) * config.head_dim * 2
