@@ -85,12 +85,12 @@ test: setup
 	shown() { { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) 2>&1; echo $$? >build/tests-status; } | tee build/tests-$$1.log; \
 		ended "$$(cat build/tests-status)"; }; \
 	quiet() { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) >build/tests-$$1.log 2>&1 & pids="$$pids $$!"; }; \
-	pids=; quiet a-h 'test/srt/unit/test_[a-h]*.py'; quiet i-r 'test/srt/unit/test_[i-r]*.py python/extras'; \
+	pids=; quiet a-h 'test/srt/unit/test_[a-h]*.py'; quiet i-q 'test/srt/unit/test_[i-q]*.py python/extras'; \
 	( $(LINT) ) >build/tests-lint.log 2>&1 & lint=$$!; \
 	trap 'kill $$pids $$lint 2>/dev/null; exit 130' INT TERM; \
-	shown s-z 'test/srt/unit/test_[s-z]*.py'; \
+	shown r-z 'test/srt/unit/test_[r-z]*.py'; \
 	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; \
-	cat build/tests-a-h.log build/tests-i-r.log build/tests-lint.log; \
+	cat build/tests-a-h.log build/tests-i-q.log build/tests-lint.log; \
 	if wait $$lint; then rm build/tests-lint.log; else ended 1; fi; \
 	shown e2e test/srt/e2e; \
 	cat build/tests-lint.log 2>/dev/null; grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
