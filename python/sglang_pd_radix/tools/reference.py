@@ -363,7 +363,7 @@ POOL_FIELDS = {
     "audit": "when idle, with the flag: every contradiction found in the tree and the pools; empty: none",
     "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory (size, available, evictable, "
     "protected), on their way there (saving), and since the start saved, loaded, dropped for want of room there, "
-    "evicted before they were saved, and failed; under `storage` those that a storage below it was given and has "
+    "and evicted before they were saved; under `storage` those that a storage below it was given and has "
     "brought",
     "window_size": "tokens of the pool of sliding windows",
     "window_available": "free ones; when idle all",

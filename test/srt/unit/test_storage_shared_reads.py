@@ -379,3 +379,18 @@ def test_ranks_read_alike_whatever_comes(pair, world, tmp_path, host):
         assert told[-1] == 0
 
     play()
+
+
+def test_a_step_begins_few_reads_however_many_have_been_found(world):
+    """A storage that answers late answers all at once; to begin to read takes memory, and evictions for it."""
+    one = world(threads=ByHand, host=2048)
+    one.files.exists = lambda name: True
+    arrive(one, *([i, *tokens(1, 15)] for i in range(40)))
+    looks = one.threads._looks.queue
+    while looks.qsize():
+        looks.get()()
+    begun = []
+    for _ in range(3):
+        one.storage.advance(None, True)
+        begun.append(sum(fetch.loading for fetch in one.storage.fetches.open))
+    assert 0 < begun[0] <= 8 < begun[-1] <= begun[0] + 16

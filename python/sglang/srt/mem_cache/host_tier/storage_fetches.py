@@ -35,6 +35,8 @@ __all__ = ["Fetch", "Fetches", "Limits", "read_pages"]
 LOADING_PART = 1 / 2
 # Requests that may wait at once; the others go without. It is part of the width of what TP ranks reduce.
 MOST_OPEN = 512
+# Requests for which one step begins to read.
+MOST_BEGUN = 8
 # How far a fetch is; of the ranks, the least counts. Late: it waits no longer.
 LATE, UNDER_WAY, ENDED = range(3)
 
@@ -190,8 +192,9 @@ class Fetches:
         told = _least([fact for one in watched for fact in one.facts(now > one.deadline)], group, alone)
         for i, fetch in enumerate(watched):
             self._follow(fetch, told[2 * i], told[2 * i + 1])
-        for fetch in self.open[:]:
-            if fetch.agreed is not None and not fetch.loading and not fetch.follows and not self._read_next(fetch):
+        found = [one for one in self.open if one.agreed is not None and not one.loading and not one.follows]
+        for fetch in found[:MOST_BEGUN]:
+            if not self._read_next(fetch):
                 return
 
     def _follow(self, fetch: Fetch, state: int, told: int) -> None:
@@ -239,9 +242,11 @@ class Fetches:
         tokens = min(fetch.agreed - held, room, free)
         if tokens < self._page or held + tokens <= on_device:
             self._close(fetch, 0)
-        else:
-            self._begin(fetch, held, tokens)
-        return True
+            return True
+        fits = tokens <= host.pool.available_size()
+        self._begin(fetch, held, tokens)
+        # One eviction is enough for a step.
+        return fits
 
     def _reader(self, name: bytes) -> Fetch | None:
         """Who reads the page of that name."""
