@@ -114,8 +114,8 @@ def extras() -> list[str]:
         return []
     for name in given:
         if name not in known:
-            there = ", ".join(["none", *known])
-            raise PdRadixError(f"SGLANG_PD_RADIX_EXTRAS names {name!r}, and there is no such extra. It takes: {there}.")
+            takes = f"none, or some of: {', '.join(known)}"
+            raise PdRadixError(f"SGLANG_PD_RADIX_EXTRAS names {name!r}, and there is no such extra. It takes {takes}.")
     return [name for name in known if name in given or not given]
 
 

@@ -277,3 +277,24 @@ def test_a_loop_awaits_an_answer(prefill):
         return await asyncio.wrap_future(ask(prefill, SAMPLE_ROUTE, [5], derivation=1))
 
     assert asyncio.run(wait()) == (200, "OK")
+
+
+def test_names_that_dns_does_not_answer_hold_up_no_other(prefill, monkeypatch):
+    over, look_up = threading.Event(), socket.getaddrinfo
+
+    def looked_up(host: Any, *args: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else str(host)
+        if name.startswith("silent"):
+            over.wait(60)
+            raise socket.gaierror("nobody knows it")
+        return look_up("127.0.0.1" if name == "known" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    told = [tell(f"silent-{i}:1", COMPUTED_ROUTE, [5]) for i in range(100)]
+    try:
+        known = f"known:{prefill.rpartition(':')[2]}"
+        assert ask(known, SAMPLE_ROUTE, [5], derivation=1).result(30)[0] == 200
+    finally:
+        over.set()
+        for one in told:
+            one.cancel()

@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,8 @@ FIELDS: dict[str, dict[str, type]] = {
 MOST_CHARACTERS = 1000
 # Seconds that a worker has to answer; how often it is told at most, and after how many seconds again.
 ANSWER_S, TRIES, AGAIN_S = 5.0, 4, 1.0
-# Connections to one worker; calls that wait, to all of them.
-AT_ONCE, MOST_WAITING = 4, 16384
+# Connections to one worker; names that are looked up; calls that wait, to all workers.
+AT_ONCE, NAMES_AT_ONCE, MOST_WAITING = 16, 256, 16384
 
 
 # ---- who sends ----
@@ -103,7 +103,9 @@ class _Calls:
         wrong = None
         with self._lock:
             if self._loop is None:
-                loop = asyncio.new_event_loop()
+                # Not uvloop, which has few threads for names: one that DNS does not answer takes one for long.
+                loop = asyncio.SelectorEventLoop()
+                loop.set_default_executor(ThreadPoolExecutor(NAMES_AT_ONCE, "peer-names"))
                 wrong = in_background(loop.run_forever, "peer-calls")
                 self._loop = loop if wrong is None else None
             if self._waiting >= MOST_WAITING:
