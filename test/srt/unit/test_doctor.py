@@ -149,7 +149,7 @@ def test_extras_are_told_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_pat
     found = diagnose(monkeypatch, loader={"error": "PdRadixError: it names three"})
     assert found["extras"].status == found["loader"].status == "fail"
     for name in ("extras", "loader"):
-        assert "'three'" in found[name].detail and "It takes: none, two, one." in found[name].detail
+        assert "'three'" in found[name].detail and "It takes none, or some of: two, one." in found[name].detail
         assert loader.EXTRAS in found[name].way_out
 
 
