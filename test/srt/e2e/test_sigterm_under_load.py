@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.thorough]
 
 # What each of the two workers has to tell.
 LIFE = {
-    "prefill": ["received", "tokenized", "handshake_begun", "waiting", "running", "prefilled", "sent", "answered"],
+    "prefill": ["received", "tokenized", "handshake_begun", "waiting", "running", "prefilled", "answered"],
     "decode": [
         "received",
         "tokenized",
@@ -74,8 +74,8 @@ def test_the_life_of_a_request(cluster, capsys):
         assert [stage for stage in stages if (role, stage) not in times] == []
         assert sorted(stages, key=lambda stage: times[role, stage]) == stages
     # Of two processes on one machine; clocks of the engine are calibrated when a request begins.
-    assert times["decode", "admitted"] <= times["prefill", "sent"] + 0.05
-    assert times["prefill", "sent"] <= times["decode", "waiting"] + 0.05
+    assert times["decode", "admitted"] <= times["prefill", "prefilled"] + 0.05
+    assert times["prefill", "prefilled"] <= times["decode", "waiting"] + 0.05
     assert records["decode"]["cached_tokens_details"]["decode_prefix"] == 96
     assert records["decode"]["room"] == records["prefill"]["room"]
 
