@@ -148,17 +148,6 @@ def test_other_speculation_is_refused(parse, options, named):
     assert FLAG in str(refused.value) and named in str(refused.value)
 
 
-def test_dp_ranks_may_be_chosen_by_prefix(parse):
-    ranks = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
-    args = parse(*DECODE, FLAG, *ranks, "--load-balance-method", "longest_prefix")
-    assert args.enable_dp_attention and args.load_balance_method == "longest_prefix"
-    assert parse(*DECODE, FLAG, *ranks).load_balance_method == "round_robin"
-    for options in (DECODE, ["--disaggregation-mode", "prefill", *DECODE[2:]], []):
-        with pytest.raises(ValueError, match="longest_prefix") as refused:
-            parse(*options, *ranks, "--load-balance-method", "longest_prefix")
-        assert FLAG in str(refused.value)
-
-
 @pytest.fixture(scope="module")
 def parse_hybrid(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model") / "hybrid", ModelShape(arch="qwen3-next"))

@@ -37,8 +37,8 @@ __all__ = ["CLOSE_S", "Door", "Drain", "VARIABLE", "brings_work", "drain_seconds
 VARIABLE = "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT"
 # Seconds for what a decode worker with the flag has, where the variable is not set.
 DEFAULT_S = 300.0
-# Seconds for how long there must have been nothing, since what a peer is to be told of the last request may still be on
-# its way; between two lines of the log.
+# Seconds without anything left before the end, since what a peer is to be told of the last request may still be on its
+# way; between two lines of the log.
 QUIET_S, SAY_S = 1.0, 5.0
 # Seconds for what is aborted in the end to be told so, and for connections to take what has been written to them.
 ABORT_S, CLOSE_S = 5.0, 10.0
