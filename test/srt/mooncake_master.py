@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -67,7 +68,9 @@ class Master:
                 time.sleep(0.05)
 
     def hang(self) -> None:
+        """Returns when all its threads are stopped: until then it may answer once more."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         if self._process is not None:
