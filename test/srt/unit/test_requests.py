@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import xgrammar
+from engine_classes import engine_class
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -50,8 +51,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_pd_radix.tools.make_model import make_model
 
 VOCAB = 100
-#: The engine's own class, below all that is laid over it.
-ENGINE = [one for one in TokenizerManager.__mro__ if one.__name__ == "TokenizerManager"][-1]
+ENGINE = engine_class(TokenizerManager)
 NAN, INF = math.nan, math.inf
 
 

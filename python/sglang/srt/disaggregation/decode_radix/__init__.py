@@ -1,0 +1,1 @@
+"""The life of a request on a decode worker with a radix cache."""
