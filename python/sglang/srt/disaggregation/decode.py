@@ -219,7 +219,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group)
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
-        gate, sources = self.transfer_queue.gate, [source() for source in self.transfer_queue.hooks.source]
+        gate = self.transfer_queue.gate
+        sources = tuple(source() for source in self.transfer_queue.hooks.source)
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
