@@ -36,10 +36,9 @@ from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
-from sglang.srt.disaggregation.local_steps import measured, next_local_batch
+from sglang.srt.disaggregation.local_steps import next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.request_phase import Phase
@@ -220,19 +219,17 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group)
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
-        local, gate = self.transfer_queue.local, self.transfer_queue.gate
+        local, hooks = self.transfer_queue.local, self.transfer_queue.hooks
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, local)
-        figures = measured(self.transfer_queue)
+        figures = [measured() for measured in hooks.measured]
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, figures)
         self.admission = Admission(
-            tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
+            tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, self.ranks
         )
-        self.resumption = Resumption(
-            tree, self.accounts, self.memory, lambda: joins(self.scheduler, self.transfer_queue.hooks), gate
-        )
+        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -432,10 +429,9 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         super().__init__(*args, **kwargs)
         KvTransferCounters.of(self.scheduler)
         self.quarantine: list[DecodeRequest] = []
-        # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
+        # What is computed here in place of being sent; what has arrived in this step.
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
         self.local: LocalPrefills | None = None
-        self.gate: ItlGate | None = None
         self.arrived: list[Req] = []
         self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
@@ -443,8 +439,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
-            self.gate = ItlGate.of(self.scheduler)
             self.hooks = Hooks(DecodeHooks, self)
+            self.policy.know(self.hooks)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Leaves out the engine's with a radix cache."""
