@@ -1,4 +1,4 @@
-"""The decode radix cache flag, and those of PegaFlow.
+"""The decode radix cache flag.
 
 Upstream: 0.5.11, which has the flag under this name (sgl-project/sglang#19746, merged).
 """
@@ -12,7 +12,7 @@ import logging
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
+from sglang.srt.mem_cache.cache_support import FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -25,7 +25,6 @@ __all__ = ["ServerArgs"]
 DEFAULT_MAX_OVERTAKEN = 32
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
-DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
 # Seconds for which a worker of a pair keeps an idle HTTP connection. Whoever gives one up first should be the router: a
 # request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
 # (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
@@ -38,34 +37,6 @@ class _SecondName(argparse._StoreTrueAction):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: object) -> None:
         """Sets what the flag sets."""
         namespace.disaggregation_decode_enable_radix_cache = True
-
-
-def _add_pegaflow_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--enable-pegaflow",
-        action="store_true",
-        help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
-    )
-    parser.add_argument(
-        "--pegaflow-endpoint",
-        default=DEFAULT_PEGAFLOW_ENDPOINT,
-        metavar="HOST:PORT",
-        help=f"Where that server listens. Default: {DEFAULT_PEGAFLOW_ENDPOINT}.",
-    )
-    parser.add_argument(
-        "--kv-namespace",
-        default="",
-        metavar="NAME",
-        help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or read "
-        "from decode: workers with the same NAME and layout of KV read each other's. Without it the model's path, "
-        "--revision and --weight-version are the name. Give another NAME whenever other weights come under the same "
-        "path.",
-    )
-    parser.add_argument(
-        "--pegaflow-allow-non-loopback",
-        action="store_true",
-        help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
-    )
 
 
 def _add_targets(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +87,7 @@ def _check_targets(itl_ms: float | None, ttft_ms: float | None) -> None:
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with the flags of the decode radix cache and PegaFlow, and what they are verified for."""
+    """Server arguments with the flags of the decode radix cache, and what they are verified for."""
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
@@ -126,10 +97,9 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_itl_target: float | None = None
     disaggregation_decode_ttft_target: float | None = None
     disaggregation_prefill_read_decode: int | None = None
-    enable_pegaflow: bool = False
-    pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     kv_namespace: str = ""
-    pegaflow_allow_non_loopback: bool = False
+    # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
+    keyed = False
 
     def __post_init__(self) -> None:
         """Notes first whether the radix cache is off because that was asked for."""
@@ -188,7 +158,15 @@ class ServerArgs(engine.ServerArgs):
             help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
             "place of computing it, where that is N tokens or more.",
         )
-        _add_pegaflow_options(parser)
+        parser.add_argument(
+            "--kv-namespace",
+            default="",
+            metavar="NAME",
+            help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or "
+            "read from decode: workers with the same NAME and layout of KV read each other's. Without it the model's "
+            "path, --revision and --weight-version are the name. Give another NAME whenever other weights come under "
+            "the same path.",
+        )
 
     def _handle_environment_variables(self) -> None:
         """A worker of a pair outlasts its router's idle connections, where the variable is not set.
@@ -280,7 +258,7 @@ class ServerArgs(engine.ServerArgs):
             self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
-        """Checks pages, the secret, Mooncake and PegaFlow, with all defaults settled.
+        """Checks pages, the secret and Mooncake, with all defaults settled.
 
         Checks that the cache is still on.
         """
@@ -298,16 +276,9 @@ class ServerArgs(engine.ServerArgs):
         for option, given in (
             (FLAG, self.disaggregation_decode_enable_radix_cache),
             (READ_FLAG, self.disaggregation_prefill_read_decode is not None),
-            # Decode without the flag has none anyway, which is refused below.
-            (PEGAFLOW_FLAG, self.enable_pegaflow and self.disaggregation_mode != "decode"),
         ):
             if given:
                 cache_support.check_not_turned_off(option, self)
-        if self.enable_pegaflow:
-            # Not at the top: it needs the engine's modules, which need this one.
-            from sglang.srt.mem_cache.pegaflow import checks
-
-            checks.check(self)
         if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
             from sglang.srt.mem_cache.host_tier import checks as host_tier
             from sglang.srt.mem_cache.host_tier.storage import read_options

@@ -6,6 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from engine_classes import engine_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
@@ -22,7 +23,7 @@ from test_step_in_flight import Play, scripts
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
 # The engine's own classes, under the patch set's.
-EngineReq, EngineBatch, EngineScheduler = Req.__mro__[1], ScheduleBatch.__mro__[1], Scheduler.__bases__[-1]
+EngineReq, EngineBatch, EngineScheduler = map(engine_of, (Req, ScheduleBatch, Scheduler))
 
 
 VERSIONS = pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
@@ -209,7 +210,6 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
     args = {"speculative_algorithm": "EAGLE", "model_path": "target", "speculative_draft_model_path": "draft"}
     args |= {
         "disaggregation_decode_enable_radix_cache": True,
-        "enable_pegaflow": False,
         "enable_hierarchical_cache": False,
     }
     scheduler.server_args = SimpleNamespace(**args)

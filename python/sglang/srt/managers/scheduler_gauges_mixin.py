@@ -28,7 +28,7 @@ Base: Any = object
 
 
 def kept_for_copies(tree: DecodeRadixCache) -> int:
-    """Tokens of the pool that copies to and from host memory and a PegaFlow server keep, with what lies above them."""
+    """Tokens of the pool that copies to and from a tier keep, with what lies above them."""
     return tokens_above(tree.tier.nodes_in_use()) + tree.tier.unreturned_tokens
 
 

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DECODE",
     "FLAG",
+    "KINDS",
     "LINEAR",
-    "PEGAFLOW",
-    "PEGAFLOW_FLAG",
     "READS",
     "READ_FLAG",
     "WINDOWS",
@@ -35,10 +34,12 @@ __all__ = [
     "check_tree",
     "markdown",
     "may_compute_prompts",
+    "replace",
+    "several",
+    "switch",
 ]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
-PEGAFLOW_FLAG = "--enable-pegaflow"
 READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
@@ -62,9 +63,12 @@ class Refused(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CacheKind:
-    """Workers that get one tree, in words; the class of the tree; and what is refused with it."""
+    """Workers that get one tree, in words; the class of the tree; and what is refused with it.
+
+    An extra adds its own to `KINDS`, and changes what is refused with the others' by `replace`.
+    """
 
     workers: str
     tree: str
@@ -114,6 +118,10 @@ def may_compute_prompts(args: ServerArgs) -> bool:
 def _several(option: str, name: str) -> Rule:
     """An option, ``name`` among the server's arguments, that is refused above 1."""
     return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
+
+
+# For the rows of extras.
+switch, several = _switch, _several
 
 
 def _has_draft_apart(args: ServerArgs) -> bool:
@@ -234,54 +242,6 @@ WINDOWS = CacheKind(
     ),
 )
 
-PEGAFLOW = CacheKind(
-    f"any with {PEGAFLOW_FLAG}, full attention in all layers",
-    "PegaFlowRadixCache, on decode PegaFlowDecodeRadixCache",
-    (
-        Refused(
-            f"{PEGAFLOW_FLAG} is not verified together with {{name}}. Leave one of the two out.",
-            (
-                Rule(
-                    f"--disaggregation-mode decode without {FLAG}",
-                    lambda args: (
-                        args.disaggregation_mode == "decode" and not args.disaggregation_decode_enable_radix_cache
-                    ),
-                ),
-                _switch("--disable-radix-cache"),
-                _switch("--enable-hierarchical-cache"),
-                Rule("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
-                _switch("--enable-lmcache"),
-                _switch("--enable-hisparse"),
-                _switch("--disaggregation-decode-enable-offload-kvcache"),
-                _switch("--enable-streaming-session"),
-                Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
-                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
-                DIFFUSION,
-                _switch("--enable-dp-attention"),
-                _several("--data-parallel-size", "dp_size"),
-                _several("--pipeline-parallel-size", "pp_size"),
-                _several("--attention-context-parallel-size", "attn_cp_size"),
-                _several("--nnodes", "nnodes"),
-                _switch("--enable-memory-saver"),
-                _switch("--is-embedding"),
-                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
-            ),
-        ),
-        Refused(
-            f"{PEGAFLOW_FLAG} is not verified for {{name}}. Leave the flag out.",
-            (
-                Rule("multimodal models", lambda args: args.get_model_config().is_multimodal),
-                Rule("sliding-window models", lambda args: args.get_model_config().is_hybrid_swa),
-                Rule(
-                    "sparse-attention models",
-                    lambda args: "index_topk" in args.get_model_config().hf_text_config.to_dict(),
-                ),
-            ),
-        ),
-    ),
-)
-
-
 READS = CacheKind(
     f"prefill with {READ_FLAG}, full attention in all layers",
     "the engine's RadixCache",
@@ -311,7 +271,6 @@ READS = CacheKind(
             (
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hierarchical-cache"),
-                _switch(PEGAFLOW_FLAG),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 DIFFUSION,
@@ -325,6 +284,21 @@ READS = CacheKind(
         ),
     ),
 )
+
+
+#: All there are, in the order of the documentation.
+KINDS = [DECODE, LINEAR, WINDOWS, READS]
+
+
+def replace(kind: CacheKind, name: str, *rules: Rule) -> None:
+    """Put ``rules`` in the place of the one called ``name``: an extra does so when it is imported."""
+    found = [rule.name for refused in kind.refused for rule in refused.rules]
+    if name not in found:
+        raise ValueError(f"{kind.workers}: nothing called {name!r} is refused")
+    kind.refused = tuple(
+        Refused(error, tuple(new for rule in old for new in (rules if rule.name == name else (rule,))))
+        for error, old in kind.refused
+    )
 
 
 def check(kind: CacheKind, args: ServerArgs) -> None:
@@ -394,7 +368,7 @@ def markdown() -> str:
         deepep_mode="NAME",
     )
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
-    for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW, READS):
+    for kind in KINDS:
         names = [rule.name.format(args=anyone) for refused in kind.refused for rule in refused.rules]
         lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
     return "\n".join(lines)

@@ -32,6 +32,9 @@ SAVING_PART = 1 / 8
 class Tier:
     """One rank's tier, as admission and the scheduler see it. This one keeps nothing."""
 
+    # In messages.
+    name = "a tier"
+
     @property
     def busy(self) -> bool:
         """Whether anything is being copied, or soon will be, or a request waits for it."""

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
 
 import host_server  # noqa: E402
 

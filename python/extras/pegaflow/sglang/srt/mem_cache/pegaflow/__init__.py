@@ -5,7 +5,7 @@ saves.py        which nodes are saved; prefetches.py: what requests wait for
 room.py         what of the pool saves and loads must leave to requests
 session.py      what is handed over to the server, and the threads that do it
 connection.py   the server, lost and found; memory.py: the pool as it sees it
-scheduler.py    what all of this adds to a scheduler; checks.py: what is looked at before it starts
+checks.py       what is looked at before it starts; support.py: what is refused
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.page_names import first_hash, page_names
 from sglang.srt.mem_cache.pegaflow.session import Load, Lookup, Save
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
 
 from slow_session import SlowSession  # noqa: E402
 

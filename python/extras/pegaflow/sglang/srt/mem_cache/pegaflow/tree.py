@@ -51,6 +51,7 @@ class PegaFlowTree(SavingTree, Tier):
     one reduction over the ranks, so that their trees stay the same.
     """
 
+    name = "a PegaFlow server"
     session: PegaFlowSession
     prefetches: Prefetches
     saves: Saves | None = None

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any
 
+from sglang.srt.managers import scheduler as engine
 from sglang.srt.mem_cache.kv_namespace import kv_namespace, rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
 from sglang.srt.mem_cache.pegaflow.room import live_on_scheduler
@@ -18,14 +18,15 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PegaFlowScheduler"]
-
-# The engine's scheduler comes behind.
-Base: Any = object
+__all__ = ["Scheduler"]
 
 
-class PegaFlowScheduler(Base):
-    """What `--enable-pegaflow` adds to a scheduler; without it, every method is the engine's own."""
+class Scheduler(engine.Scheduler):
+    """What `--enable-pegaflow` adds to a scheduler; without it, every method is the one below."""
+
+    def takes_decode_tree(self) -> bool:
+        """It takes another one."""
+        return super().takes_decode_tree() and not self.server_args.enable_pegaflow
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts a tree in place that saves to the PegaFlow server and loads from it. Raises ValueError."""
@@ -81,12 +82,12 @@ class PegaFlowScheduler(Base):
         tokens = (req.origin_input_ids + req.output_ids)[: max(end, 0)]
         self.pegaflow.prefetch(req.rid, tokens, req.extra_key, req.priority or 0)
 
-    def process_input_requests(self, recv_reqs) -> None:
+    def begin_turn(self, recv_reqs) -> None:
         """Adds, once per turn of every event loop, what PegaFlow has done."""
-        super().process_input_requests(recv_reqs)
         if self.pegaflow is not None and self.pegaflow.advance():
             # Only the end of a running request has the engine look again at those that found no room, and none may run.
             self.running_batch.batch_is_full = False
+        super().begin_turn(recv_reqs)
 
     def _get_storage_backend_type(self) -> str:
         """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
@@ -97,6 +98,7 @@ class PegaFlowScheduler(Base):
         tree = self.pegaflow
         if tree is None:
             return super().flush_cache()
+        self.end_step_of_none()
         if self.is_fully_idle() and not tree.drain():
             logger.warning("A flush does not wait for the PegaFlow server any longer; it keeps the pages that it uses.")
             tree.fence()

@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_local_prefill_lost import LossyPlay, LossyRankPlay
 from test_step_in_flight import Play, actions
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
 
 import host_server  # noqa: E402
 

@@ -1,6 +1,6 @@
 """What ``--enable-pegaflow`` needs at the start: a server that this client can use, on this machine.
 
-What it does not go with is in `cache_support.py`.
+What it does not go with is in `support.py`.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.pegaflow import memory
+from sglang.srt.mem_cache.pegaflow.support import PEGAFLOW
 
 from sglang_pd_radix.supplied import pegaflow_host
 from sglang_pd_radix.supplied.pegaflow_host import VERSION
@@ -28,7 +29,7 @@ def check(args: ServerArgs) -> None:
 
     Before the model is loaded, and with all defaults settled.
     """
-    cache_support.check(cache_support.PEGAFLOW, args)
+    cache_support.check(PEGAFLOW, args)
     url = server_url(args.pegaflow_endpoint)
     if not is_loopback(url) and not args.pegaflow_allow_non_loopback:
         raise ValueError(

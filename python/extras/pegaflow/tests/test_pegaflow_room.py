@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache, PegaFlo
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
 
 from slow_session import SlowSession  # noqa: E402
 

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from ranks import assert_same
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
 
 import host_server  # noqa: E402
 import small_engine  # noqa: E402
