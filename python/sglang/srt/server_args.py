@@ -177,14 +177,6 @@ class ServerArgs(engine.ServerArgs):
         if self.disaggregation_mode != "null" and not envs.SGLANG_TIMEOUT_KEEP_ALIVE.is_set():
             envs.SGLANG_TIMEOUT_KEEP_ALIVE.set(KEEP_ALIVE_S)
 
-    def _resolve_storage_layout_compatibility(self) -> None:
-        """Leaves the layout of host memory below decode's tree: its storages take a page of any.
-
-        Upstream: none is known; the engine's Mooncake storage takes pages in one piece.
-        """
-        if not self.disaggregation_decode_enable_radix_cache:
-            super()._resolve_storage_layout_compatibility()
-
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
         if self.disaggregation_prefill_read_decode is not None:
@@ -242,11 +234,6 @@ class ServerArgs(engine.ServerArgs):
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
         _check_targets(self.disaggregation_decode_itl_target, self.disaggregation_decode_ttft_target)
         watermark_part()
-        if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
-            raise ValueError(
-                f"--hicache-ratio is {self.hicache_ratio:g}: host memory has to hold more than the KV pool. "
-                f"Give more than 1, or --hicache-size, or start with {FLAG} alone."
-            )
         from sglang.srt.disaggregation.local_policy import Policy
 
         given = self.disaggregation_decode_local_prefill
@@ -279,10 +266,3 @@ class ServerArgs(engine.ServerArgs):
         ):
             if given:
                 cache_support.check_not_turned_off(option, self)
-        if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
-            from sglang.srt.mem_cache.host_tier import checks as host_tier
-            from sglang.srt.mem_cache.host_tier.storage import read_options
-
-            if self.hicache_storage_backend is not None:
-                read_options(self)
-            host_tier.check_free(self)

@@ -1,8 +1,20 @@
-"""The engine's classes below those of the core and of extras."""
+"""The engine's classes below those of the core and of extras, and options as all of these have them."""
 
 from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.server_args import ServerArgs
 
 
 def engine_of(cls: type) -> type:
     """The engine's class of that name."""
     return [one for one in cls.__mro__ if one.__name__ == cls.__name__][-1]
+
+
+def args_of(**given: Any) -> Any:
+    """The options of a worker, as they are by default but for those that are ``given``."""
+    known = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+    return SimpleNamespace(**{name: value for name, value in known.items() if value is not dataclasses.MISSING} | given)

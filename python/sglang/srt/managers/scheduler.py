@@ -49,7 +49,7 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         runner = self.tp_worker.model_runner
         kind = kv_cache_builder.kind_of(runner)
         kv_cache_builder.prepare(kind, args, lambda: self.tp_worker.get_memory_pool()[0])
-        # Of the tree that the engine would build: this one keeps what it has in host memory itself.
+        # Of the tree that the engine would build: what an extra keeps of this one elsewhere is its own.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
         self.tree_cache = kv_cache_builder.build(
@@ -59,7 +59,6 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
             runner,
             lambda: self.sliding_window_size,
             self._draft_runner,
-            lambda: getattr(self, "forward_stream", None),
         )
 
     def takes_decode_tree(self) -> bool:

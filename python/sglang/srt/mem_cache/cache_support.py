@@ -43,8 +43,6 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
-# The engine's storage backends that may be below a host tier.
-STORAGES = ("file", "mooncake")
 # Architectures of which the same is known for a draft that is part of the model (MTP).
 OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
@@ -82,12 +80,6 @@ def _speculation(name: str, used: Callable[[ServerArgs], object]) -> Rule:
 def _switch(option: str) -> Rule:
     """An option that is refused where it is given."""
     return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
-
-
-def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
-    """What is refused with KV in host memory."""
-    both = f"--enable-hierarchical-cache with {name}"
-    return Rule(both, lambda args: args.enable_hierarchical_cache and used(args))
 
 
 def _computes(name: str, used: Callable[[ServerArgs], object]) -> Rule:
@@ -152,12 +144,7 @@ DECODE = CacheKind(
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
-                # Why not the others: docs/decisions/host-storage.md.
-                _host_tier(
-                    f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} are)",
-                    lambda args: args.hicache_storage_backend not in (None, *STORAGES),
-                ),
-                _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
+                _switch("--enable-hierarchical-cache"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.
@@ -213,10 +200,6 @@ LINEAR = CacheKind(
             "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
             (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
         ),
-        Refused(
-            f"{FLAG} is not verified for a model with linear attention together with {{name}}. Leave one of them out.",
-            (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
-        ),
     ),
 )
 
@@ -232,7 +215,6 @@ WINDOWS = CacheKind(
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-dp-attention"),
                 _switch("--enable-hierarchical-cache"),
-                _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
                 Rule(
                     "--disaggregation-decode-verify-pages, whose digests leave windows out",
                     lambda args: args.disaggregation_decode_verify_pages,

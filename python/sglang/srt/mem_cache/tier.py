@@ -73,11 +73,16 @@ class Tier:
         return NOTHING
 
     def lock(self, found: PrefixPeek, held: int, priority: int) -> Any:
-        """Keep what was found until `let_go`; the load of a request, which has pages for it once it is admitted."""
+        """Keep what was found until `let_go`; the load of a request, which has pages for it once it is admitted.
+
+        Of a load, ``done`` and ``wait`` are called, and ``end`` and ``known`` read: the tokens of the prompt down to
+        its end, and whether a prefill has what ends there.
+        """
         raise NotImplementedError
 
     def load(self, load: Any, req: Req, rows: Any) -> None:
-        """Begin to copy into the pages of ``req``. What raises in it ends the worker, as in `RequestMemory.give`."""
+        """Begin to copy into the pages of ``req``, and set its ``host_prefix_len``. What raises in it ends the worker,
+        as in `RequestMemory.give`."""
 
     def let_go(self, load: Any) -> None:
         """A request is committed, or has failed; its copy has ended. On all ranks in the same step."""

@@ -20,10 +20,13 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_support import FLAG
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.host_tier.support import STORAGES
 from sglang.srt.mem_cache.host_tier.tier import HITS
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.tier import NO_TIER
+from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
 from test_followers import queue
 from test_life_of_a_request import Life
@@ -31,6 +34,8 @@ from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
 from test_step_in_flight import Play, scripts
 from test_traps import serve, serve_to_end, tokens
+
+from sglang_pd_radix.tools.make_model import make_model
 
 PAGE = 4
 
@@ -733,7 +738,7 @@ def options(**given: Any) -> Any:
 )
 def test_what_is_not_verified_with_it_is_refused(kind, given, says):
     cache_support.check(kind, options())
-    for name in cache_support.STORAGES:
+    for name in STORAGES:
         cache_support.check(kind, options(hicache_storage_backend=name))
     with pytest.raises(ValueError, match=says):
         cache_support.check(kind, options(**given))
@@ -744,3 +749,10 @@ def test_without_it_a_tree_has_none():
     assert type(one.tree) is DecodeRadixCache and one.tree.tier is NO_TIER
     serve_to_end(one, tokens(1, 24))
     assert len(one.queue.memory.figures()) == 4
+
+
+def test_host_memory_that_is_no_larger_than_the_pool_is_refused(tmp_path):
+    model = ["--model-path", str(make_model(tmp_path / "m")), "--device", "cpu"]
+    pair = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl", FLAG]
+    with pytest.raises(ValueError, match=f"--hicache-ratio is 1: host memory.*{FLAG}"):
+        prepare_server_args([*model, *pair, "--enable-hierarchical-cache", "--hicache-ratio", "1"])

@@ -149,6 +149,7 @@ class HostTier(tier.Tier):
         return [self.host.pool.available_size(), self.host.evictable_size(), len(self.saves.under_way)]
 
     def cached_details(self, req: Req) -> dict[str, int]:
+        # Of the decode prefix; and of these, those that were fetched for this request.
         details = {"decode_host": req.from_host}
         if self.storage is not None:
             details["decode_storage"] = req.from_storage
