@@ -1,4 +1,4 @@
-"""The engine's classes below those of the core and of extras, and options as all of these have them."""
+"""The engine's own classes, below all that is laid over them, and options as all of these have them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from sglang.srt.server_args import ServerArgs
 
 
-def engine_of(cls: type) -> type:
-    """The engine's class of that name."""
-    return [one for one in cls.__mro__ if one.__name__ == cls.__name__][-1]
+def engine_class(overlaid: type) -> type:
+    """The class that the engine has under the name of ``overlaid``."""
+    return [one for one in overlaid.__mro__ if one.__name__ == overlaid.__name__][-1]
 
 
 def args_of(**given: Any) -> Any:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from decode_world import World
-from engine_classes import engine_of
+from engine_classes import engine_class
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_budget import live_reqs
@@ -25,7 +25,7 @@ from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import serve, serve_to_end, to_prebuilt, tokens
 
-ENGINE = engine_of(Scheduler)
+ENGINE = engine_class(Scheduler)
 # The engine's, which makes the messages.
 MESSAGES = SchedulerOutputProcessorMixin.__bases__[0]
 

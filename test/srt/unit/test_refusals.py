@@ -10,7 +10,7 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
-from engine_classes import engine_of
+from engine_classes import engine_class
 from sglang.srt.disaggregation import peer_calls, refusal, refused_pairs
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
@@ -107,7 +107,7 @@ class RefusingPrefill:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[Any]) -> None:
         self.queued: list[list[Req]] = [[] for _ in ranks]
         self.answered: list[Req] = []
-        base = engine_of(Scheduler)
+        base = engine_class(Scheduler)
         monkeypatch.setattr(base, "_add_request_to_queue", lambda scheduler, req, _: scheduler.queued.append(req))
         monkeypatch.setattr(base, "recv_requests", self._received)
         none = lambda scheduler: setattr(scheduler, "_request_dispatcher", TypeBasedDispatcher([]))  # noqa: E731

@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from engine_classes import args_of, engine_of
+from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
@@ -23,7 +23,7 @@ from test_step_in_flight import Play, scripts
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
 # The engine's own classes, under the patch set's.
-EngineReq, EngineBatch, EngineScheduler = map(engine_of, (Req, ScheduleBatch, Scheduler))
+EngineReq, EngineBatch, EngineScheduler = map(engine_class, (Req, ScheduleBatch, Scheduler))
 
 
 VERSIONS = pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
