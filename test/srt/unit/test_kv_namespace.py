@@ -6,8 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from sglang.srt.mem_cache.kv_namespace import kv_namespace, model_namespace
+from sglang.srt.mem_cache.kv_namespace import kv_namespace
 
 
 def options(**given: Any) -> SimpleNamespace:
@@ -48,8 +47,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("named", [kv_namespace, model_namespace])
-def test_what_separates_workers_by_default(named):
+def test_what_separates_workers_by_default(named=kv_namespace):
     names = [named(options(**given)) for given in ({}, *WEIGHTS, *FORMATS)]
     assert len(set(names)) == len(names)
     assert names[0] == named(options())
@@ -68,27 +66,10 @@ def test_a_directory_is_known_by_where_it_is(tmp_path, monkeypatch):
     assert names[0] != names[1]
 
 
-@pytest.mark.parametrize("named", [kv_namespace, model_namespace])
-def test_the_operators_name_says_which_weights_are_the_same(named):
+def test_the_operators_name_says_which_weights_are_the_same(named=kv_namespace):
     mine = {"kv_namespace": "team a/llama"}
     name = named(options(**mine))
     assert name.startswith("team-a-llama-")
     assert {named(options(**mine, **given)) for given in WEIGHTS} == {name}
     others = [named(options(**mine, **given)) for given in FORMATS]
     assert len({name, *others, named(options(kv_namespace="b")), named(options())}) == len(others) + 3
-
-
-def test_a_draft_has_a_part_in_the_name_of_a_storage():
-    """Its KV is in the same pages."""
-    eagle = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "d"}
-    drafts = [
-        {},
-        eagle,
-        {**eagle, "speculative_algorithm": "EAGLE3"},
-        {**eagle, "speculative_draft_model_quantization": "fp8"},
-    ]
-    others = [{**eagle, "speculative_draft_model_path": "e"}, {**eagle, "speculative_draft_model_revision": "r"}]
-    assert len({model_namespace(options(**one)) for one in (*drafts, *others)}) == 6
-    # The operator's name is of both.
-    named = [model_namespace(options(**one, kv_namespace="n")) for one in (*drafts, *others)]
-    assert len(set(named)) == 4 and named[1] == named[4] == named[5]

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_kv_namespace
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.host_tier.storage import add_storage, read_options
+from sglang.srt.mem_cache.host_tier.storage import add_storage, model_namespace, read_options
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
-from sglang.srt.mem_cache.page_names import first_hash, page_names
 from storage_world import StorageWorld
 from test_kv_namespace import options
 from test_traps import tokens
@@ -24,17 +24,25 @@ STORAGE = {
 # ---- names ----
 
 
-def test_pages_are_named_by_all_that_comes_before():
-    first = page_names(tokens(1, 16), 4, first_hash(None))
-    assert len(set(first)) == 4 and page_names(tokens(1, 18), 4, first_hash(None)) == first
-    assert page_names(tokens(1, 16)[8:], 4, first[1]) == first[2:]
-    other = page_names(tokens(1, 8) + tokens(50, 8), 4, first_hash(None))
-    assert other[:2] == first[:2] and not set(other[2:]) & set(first)
-    for key in ("", "a", "b", "\ud800"):
-        assert not set(page_names(tokens(1, 16), 4, first_hash(key))) & set(first)
-    pairs = list(zip(tokens(1, 16), tokens(2, 16), strict=True))
-    assert len(page_names(pairs, 4, first_hash(None))) == 4
-    assert page_names(pairs, 4, first_hash(None)) != page_names(tokens(1, 16), 4, first_hash(None))
+def test_what_separates_storages():
+    test_kv_namespace.test_what_separates_workers_by_default(model_namespace)
+    test_kv_namespace.test_the_operators_name_says_which_weights_are_the_same(model_namespace)
+
+
+def test_a_draft_has_a_part_in_the_name_of_a_storage():
+    """Its KV is in the same pages."""
+    eagle = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "d"}
+    drafts = [
+        {},
+        eagle,
+        {**eagle, "speculative_algorithm": "EAGLE3"},
+        {**eagle, "speculative_draft_model_quantization": "fp8"},
+    ]
+    others = [{**eagle, "speculative_draft_model_path": "e"}, {**eagle, "speculative_draft_model_revision": "r"}]
+    assert len({model_namespace(options(**one)) for one in (*drafts, *others)}) == 6
+    # The operator's name is of both.
+    named = [model_namespace(options(**one, kv_namespace="n")) for one in (*drafts, *others)]
+    assert len(set(named)) == 4 and named[1] == named[4] == named[5]
 
 
 # ---- options ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.kv_namespace import rank_namespace
+from sglang.srt.mem_cache.page_names import rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import KVLayout
 
 

@@ -9,7 +9,8 @@ import logging
 import uuid
 
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.mem_cache.kv_namespace import kv_namespace, rank_namespace
+from sglang.srt.mem_cache.kv_namespace import kv_namespace
+from sglang.srt.mem_cache.page_names import rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
 from sglang.srt.mem_cache.pegaflow.room import live_on_scheduler
 from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.mem_cache import tier
+from sglang.srt.mem_cache import node_saves
 from sglang.srt.mem_cache.decode_radix_cache import insert_below
 from sglang.srt.mem_cache.host_tier.tree import is_in
 from sglang.srt.mem_cache.known_prefixes import is_known, note_known
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Saves", "Saving"]
 
 
-class Saving(tier.Saving):
+class Saving(node_saves.Saving):
     """A save under way: what goes behind ``above`` of the tree over host memory, which is locked."""
 
     copy: Copy
@@ -40,7 +40,7 @@ class Saving(tier.Saving):
         return int(KVPoll.Success if self.copy.done() else KVPoll.Transferring)
 
 
-class Saves(tier.Saves):
+class Saves(node_saves.Saves):
     """The saves of one rank.
 
     A node is saved behind the one above it, so that is saved first; where it ends in the tree over host memory, a node

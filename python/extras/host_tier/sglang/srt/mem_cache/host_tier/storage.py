@@ -22,14 +22,15 @@ from sglang.srt.mem_cache.host_tier.storage_pages import HostPages
 from sglang.srt.mem_cache.host_tier.storage_threads import StorageThreads
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.storage_writes import Writes
-from sglang.srt.mem_cache.kv_namespace import model_namespace, rank_namespace
+from sglang.srt.mem_cache.kv_namespace import kv_namespace
+from sglang.srt.mem_cache.page_names import rank_namespace
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
     from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["HostStorage", "add_storage", "read_options"]
+__all__ = ["HostStorage", "add_storage", "model_namespace", "read_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,16 @@ def read_options(args: ServerArgs) -> tuple[Limits, dict[str, Any]]:
     except Exception as e:
         raise ValueError(f"--hicache-storage-backend-extra-config {given!r} cannot be read: {e}.") from e
     return Limits(*limits), options
+
+
+def model_namespace(args: ServerArgs) -> str:
+    """`kv_namespace` of the model and its draft, whose KV lies behind the model's in each page."""
+    draft = None
+    if args.speculative_algorithm is not None:
+        draft = [args.speculative_algorithm, args.speculative_draft_model_quantization]
+        if not args.kv_namespace:
+            draft += [args.speculative_draft_model_path, args.speculative_draft_model_revision]
+    return kv_namespace(args, draft)
 
 
 def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_size: int) -> None:

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, BlockRemoved, BlockS
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, path_to
-from sglang.srt.mem_cache.tier import SavingTree
+from sglang.srt.mem_cache.node_saves import SavingTree
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host_tier.tier import HostTier

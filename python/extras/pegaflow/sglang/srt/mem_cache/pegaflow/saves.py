@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache import tier
+from sglang.srt.mem_cache import node_saves
 from sglang.srt.mem_cache.page_names import name_pages, split_names
 from sglang.srt.mem_cache.pegaflow.session import Save
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Saves"]
 
 
-class Saves(tier.Saves):
+class Saves(node_saves.Saves):
     """The saves of one tree. ``saved`` of a node is the step in which the server was known to have it."""
 
     def __init__(self, tree: PegaFlowTree, session: PegaFlowSession, saves: bool) -> None:
@@ -72,7 +72,7 @@ class Saves(tier.Saves):
         self.to_come.pop(node, None)
         # Its slots are copied on every split, so these stay what they are.
         save = Save(node.value, node.page_names)
-        self.begin(tier.Saving([node], save))
+        self.begin(node_saves.Saving([node], save))
         if self._saves:
             self._session.save(save)
         else:

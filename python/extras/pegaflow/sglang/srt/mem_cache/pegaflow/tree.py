@@ -17,11 +17,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.known_prefixes import note_known
 from sglang.srt.mem_cache.kv_event_namespaces import record_store
+from sglang.srt.mem_cache.node_saves import SavingTree
 from sglang.srt.mem_cache.pegaflow.prefetches import Prefetches
 from sglang.srt.mem_cache.pegaflow.room import NOBODY, Live, Room, live_on_decode
 from sglang.srt.mem_cache.pegaflow.saves import Saves
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
-from sglang.srt.mem_cache.tier import SavingTree, Tier
+from sglang.srt.mem_cache.tier import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_admission import QueueEntry

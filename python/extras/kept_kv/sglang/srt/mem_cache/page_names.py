@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
 
-__all__ = ["first_hash", "name_pages", "page_names", "split_names"]
+__all__ = ["first_hash", "name_pages", "page_names", "rank_namespace", "split_names"]
 
 _TOKEN = array("q")
 
@@ -58,3 +58,12 @@ def split_names(upper: TreeNode, lower: TreeNode, page_size: int) -> None:
     """``upper`` has taken the first tokens of ``lower``."""
     pages = len(upper.key) // page_size
     upper.page_names, lower.page_names = lower.page_names[:pages], lower.page_names[pages:]
+
+
+def rank_namespace(name: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:
+    """The name of one TP rank: its part of the heads or, with ``tp_rank`` None (MLA), what all ranks have alike.
+
+    made_of: what a page is made of: its size, and of each buffer layer, heads, dimension and number format.
+    """
+    shape = hashlib.sha256(repr(list(made_of)).encode()).hexdigest()[:16]
+    return f"{name}-{shape}-tp{'all' if tp_rank is None else tp_rank}of{tp_size}"
