@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.environ import envs
@@ -340,17 +339,19 @@ def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> No
         )
 
 
+class _Anyone:
+    """Options for the names of rules where nobody's are meant."""
+
+    disaggregation_mode = "another"
+
+    def __getattr__(self, name: str) -> str:
+        return "NAME"
+
+
 def markdown() -> str:
     """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
-    anyone = SimpleNamespace(
-        speculative_algorithm="NAME",
-        hicache_storage_backend="NAME",
-        disaggregation_mode="another",
-        moe_a2a_backend="NAME",
-        deepep_mode="NAME",
-    )
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
     for kind in KINDS:
-        names = [rule.name.format(args=anyone) for refused in kind.refused for rule in refused.rules]
+        names = [rule.name.format(args=_Anyone()) for refused in kind.refused for rule in refused.rules]
         lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
     return "\n".join(lines)
