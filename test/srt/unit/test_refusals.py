@@ -74,7 +74,7 @@ def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
     """The scheduler says it, to whichever tokenizer process the request came."""
     scheduler, told = object.__new__(Scheduler), []
     scheduler.disaggregation_mode, scheduler.refused_rooms = DisaggregationMode.PREFILL, refusal.RefusedRooms()
-    engine = SchedulerOutputProcessorMixin.__base__
+    engine = engine_class(SchedulerOutputProcessorMixin)
     monkeypatch.setattr(engine, "stream_output_generation", lambda self, reqs, *more: told.extend(reqs))
     scheduler.refused_rooms.note(5, "rid in use")
     reqs = [Req(str(room), "", [1], SamplingParams(), bootstrap_room=room) for room in (5, 6, 5)]

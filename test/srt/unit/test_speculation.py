@@ -23,7 +23,7 @@ from test_step_in_flight import Play, scripts
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
 # The engine's own classes, under the patch set's.
-EngineReq, EngineBatch, EngineScheduler = map(engine_class, (Req, ScheduleBatch, Scheduler))
+EngineReq, EngineBatch, EngineScheduler = engine_class(Req), engine_class(ScheduleBatch), engine_class(Scheduler)
 
 
 VERSIONS = pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
