@@ -16,17 +16,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import xgrammar
+from engine_classes import engine_class
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation import peer_calls, refusal, room_notes
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers import request_checks
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_checks import (
@@ -39,13 +37,12 @@ from sglang.srt.managers.request_checks import (
     check_without_tokenizer,
     stop_tokens,
 )
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_pd_radix.tools.make_model import make_model
 
@@ -251,74 +248,6 @@ def test_samples_by_the_million_are_refused(options):
 # ---- beyond the door ----
 
 
-def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):
-    """An option of some of a batch: the tokenizer manager takes the nth entry for the nth request."""
-
-    def ended(rid: str, **of_its_own) -> Req:
-        req = Req(rid, "", [1, 2, 3], SamplingParams(max_new_tokens=1))
-        req.output_ids, req.finished_reason, req.finished_len = [4], FINISH_LENGTH(length=1), 1
-        vars(req).update(of_its_own)
-        return req
-
-    scheduler, messages = object.__new__(Scheduler), []
-    scheduler.spec_algorithm, scheduler.disaggregation_mode = SpeculativeAlgorithm.NONE, DisaggregationMode.NULL
-    scheduler.dp_rank, scheduler.attn_tp_rank, scheduler.get_load = None, 1, lambda: None
-    scheduler.send_to_detokenizer = SimpleNamespace(send_output=messages.append)
-    monkeypatch.setattr(Scheduler, "_get_cached_tokens_details", lambda self, req: None)
-    reqs = [
-        ended("plain"),
-        ended("states", return_hidden_states=True, hidden_states=["of states"]),
-        ended("experts", return_routed_experts=True, routed_experts="of experts"),
-        ended("more", customized_info={"score": ["of more"]}),
-        ended("other", customized_info={"rank": ["of other"]}),
-        ended("plain too"),
-    ]
-    # Of these the scheduler has been told when they came.
-    scheduler.note_optional_parts(asked=reqs[1])
-    scheduler.stream_output_generation(reqs, False)
-    told = {}
-    for message in messages:
-        parts = {
-            "hidden_states": message.output_hidden_states,
-            "routed_experts": message.routed_experts,
-            **message.customized_info,
-        }
-        for i, rid in enumerate(message.rids):
-            told[rid] = {name: values[i] for name, values in parts.items() if values}
-    assert told == {
-        "plain": {},
-        "states": {"hidden_states": ["of states"]},
-        "experts": {"routed_experts": "of experts"},
-        "more": {"score": ["of more"]},
-        "other": {"rank": ["of other"]},
-        "plain too": {},
-    }
-    # As the engine: one message where all are alike, and one of nobody for a batch of nobody.
-    assert [message.rids for message in messages][0] == ["plain", "plain too"]
-    scheduler.stream_output_generation([], False, is_idle_batch=True)
-    assert messages[-1].rids == []
-
-
-def test_an_empty_logit_processor_is_none(monkeypatch):
-    """The engine takes it for none, and beside a real one in the same batch it ends the scheduler."""
-    taken = []
-    monkeypatch.setattr(Scheduler.__bases__[-1], "handle_generate_request", lambda self, req: taken.append(req))
-    scheduler = object.__new__(Scheduler)
-    scheduler.tree_cache, scheduler.server_args = None, SimpleNamespace(enable_custom_logit_processor=True)
-    scheduler.handle_generate_request(SimpleNamespace(rid="r", custom_logit_processor=""))
-    assert [req.custom_logit_processor for req in taken] == [None]
-
-
-def test_a_grammar_that_makes_its_compiler_raise_is_an_invalid_one():
-    class Backend(BaseGrammarBackend):
-        def dispatch_regex(self, key_string):
-            raise KeyError("begin")
-
-    future, hit = Backend().get_cached_or_future_value(("regex", "a"), False)
-    grammar = future.result()
-    assert not hit and isinstance(grammar, InvalidGrammarObject) and "KeyError: 'begin'" in grammar.error_message
-
-
 def test_a_reference_written_in_numbers_is_one_too():
     hidden = (REFERS % nested(20)).replace("$ref", "\\u0024ref")
     with pytest.raises(ValueError, match="json_schema must have at most 4000 objects and arrays"):
@@ -334,36 +263,6 @@ def test_what_may_nest_is_compiled(each):
     xgrammar.GrammarCompiler(vocab).compile_json_schema(schema)
 
 
-@pytest.mark.parametrize("held, ends", [(None, True), (0, False)])
-def test_a_resumed_request_tells_its_last_token_to_no_grammar_twice(held: int | None, ends: bool):
-    """``held``: what decode's tree had of it; without a tree it is as the engine has it."""
-    from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    end_of_thought, end = 130, 129
-    vocab = xgrammar.TokenizerInfo([chr(i) for i in range(128)] + ["", "", ""], stop_token_ids=[end])
-    context = xgrammar.GrammarCompiler(vocab).compile_regex("ab")
-    grammar = ReasonerGrammarObject(
-        XGrammarGrammar(xgrammar.GrammarMatcher(context), 131, context, None, "ab"), end_of_thought
-    )
-    grammar.maybe_init_reasoning(True)
-    req = Req("r", "", [1, 2, 3], SamplingParams(max_new_tokens=9))
-    req.grammar, req.decode_prefix_len = grammar, held
-    batch = object.__new__(ScheduleBatch)
-    batch.reqs, batch.device, batch.spec_algorithm = [req], "cpu", SpeculativeAlgorithm.NONE
-    batch.tree_cache = SimpleNamespace(cache_unfinished_req=lambda req: None)
-    req.output_ids = [end_of_thought]
-    batch.process_prebuilt(None, None)
-    req.output_ids.append(ord("a"))
-    grammar.accept_token(ord("a"))
-    req.reset_for_retract()
-    batch.process_prebuilt(None, None)
-    assert (req.to_finish is not None) == ends
-    if not ends:
-        grammar.accept_token(ord("b"))
-
-
 @pytest.mark.parametrize("low_first", [False, True])
 def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_first):
     """The engine gives them the least where there is no pair, and sorts by it whatever waits."""
@@ -371,7 +270,7 @@ def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_f
     scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
     scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
     add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
+    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
     for rid, priority in (("none", None), ("low", -5), ("high", 5)):
         req = Req(rid, "", [1], SamplingParams(), priority=priority)
         req.time_stats.wait_queue_entry_time = 0.0
@@ -393,7 +292,7 @@ def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request
     scheduler.enable_overlap, scheduler.disagg_prefill_inflight_queue = False, []
     scheduler.answered = RoomNotes()
     add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
+    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
 
     def made(rid: str, room: int) -> Req:
         return Req(rid, "", [1], SamplingParams(), bootstrap_room=room)
@@ -844,58 +743,6 @@ def test_a_refused_batch_with_lists_of_other_lengths_tells_whom_it_can():
 
 
 # ---- the OpenAI endpoints ----
-
-
-def completion(**options):
-    serving = object.__new__(OpenAIServingCompletion)
-    serving.template_manager = SimpleNamespace(completion_template_name=None)
-    serving.allowed_custom_labels = None
-    body = CompletionRequest(model="m", prompt=["a", "b"], **options)
-    return serving._convert_to_internal_request(body, None)[0]
-
-
-def test_echo_with_logprobs_0_asks_for_the_prompts_logprobs():
-    asked = completion(echo=True, logprobs=0)
-    assert asked.return_logprob and asked.logprob_start_len == 0
-    answer: dict = {"meta_info": {}}
-    asked.amend(answer)
-    assert answer == {"meta_info": {"input_top_logprobs": []}}
-    assert completion(echo=True).logprob_start_len == completion(logprobs=0).logprob_start_len == -1
-
-
-@pytest.mark.parametrize("prompt", ["the prompt", ["one", "a longer one"], [1, 2, 3], [[1], [2, 3]]])
-@pytest.mark.parametrize("logprobs", [None, 0])
-def test_a_stream_with_echo_has_the_whole_answer(monkeypatch, prompt, logprobs):
-    """The engine left out as many of the answer's letters as the prompt has."""
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    asked = CompletionRequest(model="m", prompt=prompt, echo=True, stream=True, logprobs=logprobs, n=2)
-    answers = [f"answer {place} of all" for place in range(4 if several else 2)]
-
-    async def generate_request(self, obj, request=None):
-        assert not hasattr(obj, "amend")
-        for end in (7, 7, 12, 99):
-            for place, text in enumerate(answers):
-                meta = {"id": "r", "finish_reason": {"type": "stop"} if end == 99 else None}
-                meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
-                yield {"text": text[:end], "index": place, "meta_info": meta}
-
-    monkeypatch.setattr(ENGINE, "generate_request", generate_request)
-    serving = object.__new__(OpenAIServingCompletion)
-    serving.template_manager, serving.allowed_custom_labels = SimpleNamespace(completion_template_name=None), None
-    made = serving.tokenizer_manager = manager(DisaggregationMode.NULL)
-    made.own_states, made.tokenizer = {}, SimpleNamespace(decode=lambda ids, **_: f"<{ids}>")
-    made.server_args.stream_response_default_include_usage = False
-    made.server_args.disaggregation_decode_enable_radix_cache = False
-
-    async def sent() -> list[str]:
-        texts = [""] * len(answers)
-        async for line in serving._generate_completion_stream(*serving._convert_to_internal_request(asked), None):
-            for choice in json.loads(line[6:])["choices"] if line != "data: [DONE]\n\n" else ():
-                texts[choice["index"]] += choice["text"]
-        return texts
-
-    echoes = [one if isinstance(one, str) else f"<{one}>" for one in (prompt if several else [prompt])]
-    assert asyncio.run(sent()) == [echoes[place // 2] + text for place, text in enumerate(answers)]
 
 
 @pytest.mark.parametrize("size", ["0", "-16"])

@@ -71,12 +71,9 @@ class CheckedRequests(Base):
         """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
-        amend = vars(obj).pop("amend", None)
         try:
             self._give_types(obj, request)
             async for out in super().generate_request(obj, request):
-                for item in (out if isinstance(out, list) else [out]) if amend else ():
-                    amend(item)
                 yield out
         except samples.SamplesHaveRooms:
             raise
