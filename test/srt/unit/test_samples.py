@@ -19,10 +19,9 @@ from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, listen
 from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers import samples, tokenizer_manager
-from sglang.srt.managers.checked_requests import CheckedRequests
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.managers.request_checks import MAX_SAMPLES
-from sglang.srt.managers.samples import STRIDE, sample_room, samples_asked
+from sglang.srt.managers.refused_requests import RefusedRequests
+from sglang.srt.managers.samples import MAX_SAMPLES, STRIDE, sample_room, samples_asked
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_pd_radix.patching import syntax
@@ -439,7 +438,7 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
     class Bare(Manager):
         """The engine's way, which asks nobody."""
 
-        generate_request = CheckedRequests.generate_request
+        generate_request = RefusedRequests.generate_request
 
     async def test():
         sent = await serve(Manager(DisaggregationMode.PREFILL, False))

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers.batch_failures import fail_running
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
@@ -239,3 +240,28 @@ def test_a_stream_with_echo_has_the_whole_answer(monkeypatch, prompt, logprobs):
 
     echoes = [one if isinstance(one, str) else f"<{one}>" for one in (prompt if several else [prompt])]
     assert asyncio.run(sent()) == [echoes[place // 2] + text for place, text in enumerate(answers)]
+
+
+def test_each_prompt_of_a_batch_has_its_own_key():
+    obj = GenerateReqInput(input_ids=[[1], [2]], extra_key=["a", "b"])
+    obj.normalize_batch_and_arguments()
+    assert [obj[i].extra_key for i in range(2)] == ["a", "b"]
+    one = GenerateReqInput(input_ids=[[1], [2]], extra_key="a")
+    one.normalize_batch_and_arguments()
+    assert [one[i].extra_key for i in range(2)] == ["a", "a"]
+    samples = GenerateReqInput(input_ids=[[1], [2]], extra_key=["a", "b"], sampling_params={"n": 2})
+    samples.normalize_batch_and_arguments()
+    assert [samples[i].extra_key for i in range(2)] == ["a", "b"]
+    # Others are left to a worker that has a use for keys.
+    for keys in (["a"], ["a", "b", "c"], []):
+        other = GenerateReqInput(input_ids=[[1], [2]], extra_key=keys)
+        other.normalize_batch_and_arguments()
+        assert [other[i].extra_key for i in range(2)] == [keys, keys]
+
+
+def test_a_request_whose_name_is_empty_gets_one():
+    """The engine serves it, and aborts every other request with it."""
+    one, batch = GenerateReqInput(input_ids=[1], rid=""), GenerateReqInput(input_ids=[[1], [2], [3]], rid=["", "a", ""])
+    for obj in one, batch:
+        obj.normalize_batch_and_arguments()
+    assert one.rid and batch.rid[1] == "a" and len(set(batch.rid)) == 3 and all(batch.rid)

@@ -28,7 +28,6 @@ from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, NotNow, Unanswere
 from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
-from sglang.srt.managers.request_checks import MAX_SAMPLES
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DERIVATION",
+    "MAX_SAMPLES",
     "PrefillUnreachable",
     "SampleRooms",
     "SamplesHaveRooms",
@@ -48,6 +48,8 @@ __all__ = [
     "samples_asked",
 ]
 
+# Requests that one may be split into.
+MAX_SAMPLES = 4096
 # How rooms follow from a room; another way would have another number.
 DERIVATION = 1
 # Rooms that are congruent modulo this are on the same rank of every DP size that divides it: all to 16, 2^n to 256.

@@ -1,7 +1,6 @@
-"""Serves requests: each that no worker can serve is refused, and each sample of a prompt has a room of its own.
+"""Serves requests: each sample of a prompt has a room of its own.
 
-Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
-each.
+Upstream: none is known.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
-from sglang.srt.managers.checked_requests import CheckedRequests, endpoint_of, reason_of
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.refused_requests import RefusedRequests, endpoint_of, reason_of
 from sglang.srt.managers.worker_rest import wait_sent
 from sglang.srt.observability import req_time_stats, request_life
 
@@ -36,7 +35,7 @@ class ReqState(engine.ReqState):
     prompt_tokens: int = 0
 
 
-class TokenizerManager(CheckedRequests, engine.TokenizerManager):
+class TokenizerManager(RefusedRequests, engine.TokenizerManager):
     """Gives the samples of a prompt rooms of their own, where both workers of a pair can."""
 
     # Where ended requests are remembered, if they are.
@@ -116,7 +115,7 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
         await super().sigterm_watchdog()
 
     async def generate_request(self, obj, request=None):
-        """With PD each sample of a prompt has a room of its own; the rest is in `checked_requests.py`."""
+        """With PD each sample of a prompt has a room of its own; the rest is in `refused_requests.py`."""
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         if (
             not isinstance(obj, GenerateReqInput)
@@ -129,7 +128,6 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
 
         as_sent = copy.copy(obj)
         try:
-            self._give_types(obj, request)
             obj.normalize_batch_and_arguments()
             samples.give_rooms(obj, as_sent.rid)
         except Exception as e:
@@ -218,6 +216,13 @@ class TokenizerManager(CheckedRequests, engine.TokenizerManager):
                 raise
         async for out in super()._handle_batch_request(obj, request):
             yield out
+
+    def _validate_rid_not_in_flight(self, obj) -> None:
+        """Adds the check of ``n``: where samples have rooms, they have become prompts."""
+        super()._validate_rid_not_in_flight(obj)
+        if isinstance(obj, GenerateReqInput) and self.server_args.disaggregation_decode_enable_radix_cache:
+            if (n := obj.parallel_sample_num) != 1:
+                raise ValueError(f"n must be a whole number from 1 to {samples.MAX_SAMPLES}, got {n!r:.80}.")
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """A request with samples is aborted by what its client calls it."""

@@ -25,8 +25,7 @@ from typing import Any
 import uvicorn
 from sglang.srt.disaggregation.room_notes import is_room
 from sglang.srt.managers import gateway_notice
-from sglang.srt.managers.request_checks import MAX_SAMPLES
-from sglang.srt.managers.samples import sample_room
+from sglang.srt.managers.samples import MAX_SAMPLES, sample_room
 from sglang.srt.managers.worker_rest import LOOK_S, is_hopeless, of_schedulers
 from sglang.srt.utils import kill_process_tree
 
