@@ -95,6 +95,7 @@ def server_args(page_size: int, options: Mapping[str, Any]) -> SimpleNamespace:
             "disaggregation_decode_itl_target": None,
             "disaggregation_decode_ttft_target": None,
             "disaggregation_decode_max_overtaken": 32,
+            "enable_lora": False,
             **options,
         },
     )

@@ -94,7 +94,7 @@ class LoopScheduler(Scheduler):
         self.enable_hicache_storage = self.enable_hierarchical_cache = self.enable_hisparse = False
         self.is_generation, self.require_mlp_sync, self.enable_pdmux, self.pp_size = True, False, False, 1
         self.current_scheduler_metrics_enabled = self.enable_kv_cache_events = False
-        self.enable_lora = self.enable_priority_scheduling = False
+        self.enable_lora, self.enable_priority_scheduling = args.enable_lora, False
         self.tp_size, self.tp_cpu_group = dist.get_world_size(loop.group), loop.group
         self.spec_algorithm, self.device = SpeculativeAlgorithm.NONE, "cpu"
         self.is_hybrid_swa, self.is_hybrid_ssm = loop.windows is not None, loop.states is not None

@@ -22,6 +22,7 @@ import pytest
 import requests
 import torch
 import zmq
+from engine_classes import engine_class
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
@@ -48,7 +49,7 @@ from wire_ends import Ends, first_pages, keep_threads_out, watching
 
 from sglang_pd_radix.tools.cluster import free_ports
 
-ENGINE_RECEIVER = MooncakeKVReceiver.__mro__[1]
+ENGINE_RECEIVER = engine_class(MooncakeKVReceiver)
 ADDR = "10.0.0.9:8998"
 DIGESTS = Capabilities(version=1, digests=True)
 LAYERS, HEADS, HEAD_BYTES, NUM_PAGES, NUM_AUX = 2, 4, 8, 64, 8

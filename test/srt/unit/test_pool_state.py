@@ -26,7 +26,7 @@ def scheduler(monkeypatch):
     """A scheduler over the pool of ``world``; what its step of the queue does is ``step``."""
     base = engine_class(Scheduler)
     made = object.__new__(Scheduler)
-    engines = SchedulerDisaggregationDecodeMixin.__base__
+    engines = engine_class(SchedulerDisaggregationDecodeMixin)
     monkeypatch.setattr(engines, "process_decode_queue", lambda self: self.step())
     monkeypatch.setattr(base, "flush_cache", lambda self: True)
     made.world = World(size=64, page_size=4)

@@ -19,6 +19,7 @@ from typing import Any
 import draining_worker
 import pytest
 import requests
+from engine_classes import engine_class
 from fastapi import FastAPI
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints import http_server
@@ -31,7 +32,7 @@ from test_top import workers
 from waiting import until
 
 #: The engine's own class, below all that is laid over it.
-ENGINE = [one for one in TokenizerManager.__mro__ if one.__name__ == "TokenizerManager"][-1]
+ENGINE = engine_class(TokenizerManager)
 
 # ---- whom SIGTERM drains ----
 

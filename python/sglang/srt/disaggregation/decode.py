@@ -30,7 +30,8 @@ from sglang.srt.disaggregation.decode_handshakes import (
     take_polls,
 )
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.decode_resume import Resumption
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
+from sglang.srt.disaggregation.decode_resume import Resumption, joins
 from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
@@ -38,14 +39,13 @@ from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_prefill import LocalPrefills
-from sglang.srt.disaggregation.local_steps import make_local_prefills, measured, next_local_batch
+from sglang.srt.disaggregation.local_steps import measured, next_local_batch
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
 from sglang.srt.environ import envs
-from sglang.srt.managers.lora_batch import held_back, joins
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known
@@ -230,7 +230,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.admission = Admission(
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
         )
-        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler), gate)
+        self.resumption = Resumption(
+            tree, self.accounts, self.memory, lambda: joins(self.scheduler, self.transfer_queue.hooks), gate
+        )
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -406,6 +408,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     # ---- retraction ----
 
+    def _joins(self) -> Callable[[Req], bool]:
+        return joins(self.scheduler, self.transfer_queue.hooks)
+
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
         """Replaces the engine's resume, which restores everything: match again and restore what the tree lost."""
         if not self.has_radix:
@@ -428,6 +433,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         KvTransferCounters.of(self.scheduler)
         self.quarantine: list[DecodeRequest] = []
         # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
+        self.hooks: Hooks[DecodeHooks] = NO_HOOKS
         self.local: LocalPrefills | None = None
         self.gate: ItlGate | None = None
         self.arrived: list[Req] = []
@@ -438,7 +444,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
             self.gate = ItlGate.of(self.scheduler)
-            self.local = make_local_prefills(self.scheduler, self.tree_cache, self.policy)
+            self.hooks = Hooks(DecodeHooks, self)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Leaves out the engine's with a radix cache."""
@@ -571,10 +577,3 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
         """Adds a step over remainders of prompts that are computed here; after each, requests that decode have one."""
         batch = next_local_batch(self, self.disagg_decode_transfer_queue.local)
         return super().get_next_disagg_decode_batch_to_run() if batch is None else batch
-
-    def get_new_prebuilt_batch(self):
-        """Puts no more LoRA adapters into a batch than fit; the engine checks that on prefill only, and ends."""
-        if not (self.enable_lora and isinstance(self.tree_cache, DecodeRadixCache)):
-            return super().get_new_prebuilt_batch()
-        with held_back(self):
-            return super().get_new_prebuilt_batch()

@@ -340,11 +340,11 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
     coming = [dr.req for dr in transfer_queue.queue]
     coming += transfer_queue.arrived
     coming += scheduler.waiting_queue
-    local = transfer_queue.local.reqs() if transfer_queue.local is not None else ()
-    if prebuilt or local:
+    elsewhere = [req for reqs in transfer_queue.hooks.reqs for req in reqs()]
+    if prebuilt or elsewhere:
         # Of these only, some may run already.
         running = set(map(id, batch))
-        coming += [req for req in (*prebuilt, *local) if id(req) not in running]
+        coming += [req for req in (*prebuilt, *elsewhere) if id(req) not in running]
     return LiveReqs(
         running=[req for req in batch if req.finished_reason is None],
         coming=[req for req in coming if req.finished_reason is None],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL, Blocked
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
@@ -17,14 +17,36 @@ from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
+    from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Hooks
     from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["Resumption"]
+__all__ = ["Resumption", "joins"]
 
 logger = logging.getLogger(__name__)
+
+
+def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
+    """Asked of one retracted request after the other: whether it decodes in this turn if it comes back now.
+
+    All that wait already go before it. Who waits holds its KV, which no retraction brings.
+    """
+    elsewhere = [req for reqs in hooks.reqs for req in reqs()]
+    # Of these, some may run already.
+    ahead = set(map(id, (*scheduler.running_batch.reqs, *scheduler.waiting_queue, *elsewhere)))
+    places = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - len(ahead)
+    tests = [joins() for joins in hooks.joins] if places > 0 else []
+
+    def joins_now(req: Req) -> bool:
+        nonlocal places
+        if places <= 0 or not all(test(req) for test in tests):
+            return False
+        places -= 1
+        return True
+
+    return joins_now
 
 
 class BudgetOfStep:
@@ -68,7 +90,7 @@ class Resumption:
         joins: Callable[[], Callable[[Req], bool]],
         gate: ItlGate | None = None,
     ):
-        """joins: see `lora_batch.joins`. gate: what bounds a step's time."""
+        """joins: see `joins`. gate: what bounds a step's time."""
         self._gate = gate
         self._tree, self._accounts, self._memory = tree, accounts, memory
         self._joins = joins

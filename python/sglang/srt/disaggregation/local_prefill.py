@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, Policy
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
@@ -160,7 +161,7 @@ class PromptPages:
         return req.origin_input_ids[: end + 1 if self._tree.is_eagle else end]
 
 
-class LocalPrefills:
+class LocalPrefills(DecodeHooks):
     """The requests of one decode rank that are computed here, from admission until they decode."""
 
     def __init__(
@@ -206,6 +207,15 @@ class LocalPrefills:
         if self.launched is not None:
             found |= {id(req): req for req in self.launched.reqs}
         return list(found.values())
+
+    def begun(self) -> tuple[list[Req], list[Req]]:
+        """Those of which a step has computed a part, and those that it has not; none that has been aborted."""
+        going = [one for one in self.waiting if one.agreed and not one.req.to_finish]
+        return [one.req for one in going if one.begun], [one.req for one in going if not one.begun]
+
+    def in_step(self) -> list[Req]:
+        """Those in the last step, until it has been processed."""
+        return [] if self.launched is None else list(self.launched.reqs)
 
     def beside(self, queue: Sequence[DecodeRequest]) -> list[Req]:
         """The requests that have not ended, and do not decode, beside those in ``queue``; each once.

@@ -9,17 +9,16 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.managers.lora_batch import AdapterTurns, running_and_waiting
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+    pass
 
 __all__ = [
     "end_local_step",
@@ -37,8 +36,9 @@ logger = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-local-prefill"
 
 
-def make_local_prefills(scheduler: Any, tree: DecodeRadixCache, admission: AdmissionPolicy) -> LocalPrefills | None:
+def make_local_prefills(queue: Any) -> LocalPrefills | None:
     """What computes prompts on this rank, as the options ask for it; None where prefill computes all."""
+    scheduler, tree, admission = queue.scheduler, queue.tree_cache, queue.policy
     policy = Policy.of(scheduler.server_args.disaggregation_decode_local_prefill)
     if policy is None:
         return None
@@ -56,7 +56,11 @@ def make_local_prefills(scheduler: Any, tree: DecodeRadixCache, admission: Admis
     policy = policy.within(most, slices=not tree.is_eagle)
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
     counters = KvTransferCounters.get(scheduler.server_args)
-    return LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
+    queue.local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
+    return queue.local
+
+
+hooks.register(hooks.DecodeHooks, make_local_prefills)
 
 
 def measured(queue: Any) -> list[Any]:
@@ -194,10 +198,8 @@ def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     tokens = local.most_tokens(who_wait(scheduler, local))
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
     places = places_for_prompts(local, places, len(scheduler.waiting_queue))
-    if not scheduler.enable_lora:
-        return local.pick(tokens, places, lambda req: True)
-    turns = AdapterTurns.of(scheduler)
-    return local.pick(tokens, places, turns.joining(*running_and_waiting(scheduler)))
+    tests = [may_begin() for may_begin in scheduler.disagg_decode_transfer_queue.hooks.may_begin]
+    return local.pick(tokens, places, lambda req: all(test(req) for test in tests))
 
 
 def places_for_prompts(local: LocalPrefills, places: int, arrived: int) -> int:
@@ -218,8 +220,8 @@ def begin(scheduler: Any, local: LocalPrefills) -> list[Slice]:
     """Begin what the next step computes; empty if there is nothing to compute."""
     begun = {id(one) for one in local.waiting if one.begun}
     slices = local.begin(pick(scheduler, local))
-    if scheduler.enable_lora:
-        AdapterTurns.of(scheduler).begin(one.req for one, _ in slices if id(one) not in begun)
+    for began in scheduler.disagg_decode_transfer_queue.hooks.began:
+        began(one.req for one, _ in slices if id(one) not in begun)
     return slices
 
 

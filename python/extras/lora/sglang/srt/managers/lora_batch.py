@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-__all__ = ["AdapterTurns", "held_back", "joins", "running_and_waiting"]
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
+
+__all__ = ["AdapterHooks", "AdapterTurns", "held_back", "running_and_waiting"]
 
 Fits = Callable[[set[str | None]], bool]
 
@@ -40,50 +43,48 @@ def held_back(scheduler: Any) -> Iterator[None]:
         ]
 
 
-def joins(scheduler: Any) -> Callable[[Any], bool]:
-    """Asked of one retracted request after the other: whether it decodes in this turn if it comes back now.
+class AdapterHooks(DecodeHooks):
+    """Holds back requests whose adapter does not fit, also where a step computes prompts, or retracted ones come back.
 
-    All that wait already go before it. Who waits holds its KV, which no retraction brings.
+    queue: of transfers, which knows the scheduler.
     """
-    local = getattr(getattr(scheduler, "disagg_decode_transfer_queue", None), "local", None)
-    computed = [] if local is None else local.reqs()
-    # Of those that are computed here, some may run already.
-    ahead = set(map(id, (*scheduler.running_batch.reqs, *scheduler.waiting_queue, *computed)))
-    places = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - len(ahead)
-    fits = _adapter_fits(scheduler, local) if places > 0 and scheduler.enable_lora else lambda req: True
 
-    def joins_now(req: Any) -> bool:
-        nonlocal places
-        if places <= 0 or not fits(req):
-            return False
-        places -= 1
-        return True
+    def __init__(self, queue: Any):
+        self._queue = queue
 
-    return joins_now
+    @classmethod
+    def of(cls, queue: Any) -> AdapterHooks | None:
+        """Of a worker with LoRA."""
+        return cls(queue) if queue.scheduler.server_args.enable_lora else None
 
+    def joins(self) -> Callable[[Any], bool]:
+        """Whether its adapter fits beside those that run, and all that wait."""
+        turns = AdapterTurns.of(self._queue.scheduler)
+        running, waiting = running_and_waiting(self._queue.scheduler)
+        # One that has ended with that step needs its adapter no more, which may be unloaded.
+        last = [req for in_step in self._queue.hooks.in_step for req in in_step() if not req.finished()]
+        fits = turns.joining([*running, *last], waiting)
+        for req in turns.in_turn(waiting):
+            fits(req)
+        return fits
 
-def _adapter_fits(scheduler: Any, local: Any) -> Callable[[Any], bool]:
-    """Asked of one request after the other: whether its adapter fits beside those that run, and all that wait."""
-    turns = AdapterTurns.of(scheduler)
-    running, waiting = running_and_waiting(scheduler)
-    launched = getattr(local, "launched", None)
-    # One that has ended with that step needs its adapter no more, which may be unloaded.
-    last = () if launched is None else [req for req in launched.reqs if not req.finished()]
-    fits = turns.joining([*running, *last], waiting)
-    for req in turns.in_turn(waiting):
-        fits(req)
-    return fits
+    def may_begin(self) -> Callable[[Any], bool]:
+        """Whether its adapter fits beside those that run."""
+        return AdapterTurns.of(self._queue.scheduler).joining(*running_and_waiting(self._queue.scheduler))
+
+    def began(self, reqs: Iterable[Any]) -> None:
+        """It is nobody's turn because of these any more."""
+        AdapterTurns.of(self._queue.scheduler).begin(reqs)
 
 
 def running_and_waiting(scheduler: Any) -> tuple[list[Any], list[Any]]:
     """Requests whose adapter is in use, those of which decode has computed a part of the prompt among them; and those
     that wait to begin, of every queue, with all that is there for them."""
-    local = getattr(getattr(scheduler, "disagg_decode_transfer_queue", None), "local", None)
-    computed = [] if local is None else [one for one in local.waiting if one.agreed and not one.req.to_finish]
+    of_extras = [begun() for begun in scheduler.disagg_decode_transfer_queue.hooks.begun]
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     return (
-        [*running, *(one.req for one in computed if one.begun)],
-        [*scheduler.waiting_queue, *(one.req for one in computed if not one.begun)],
+        [*running, *chain.from_iterable(begun for begun, _ in of_extras)],
+        [*scheduler.waiting_queue, *chain.from_iterable(others for _, others in of_extras)],
     )
 
 

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_classes import engine_class
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS
+from sglang.srt.disaggregation.decode_resume import joins
 from sglang.srt.disaggregation.local_policy import Policy
-from sglang.srt.managers import lora_batch
+from sglang.srt.managers.lora_batch import AdapterHooks
 from sglang.srt.managers.schedule_batch import Req, keep_extra_key
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -45,7 +48,8 @@ def scheduler(monkeypatch, queue: str, running: str, tree: type = DecodeRadixCac
         taken, self.waiting_queue = self.waiting_queue[: self.room], self.waiting_queue[self.room :]
         return "".join(req.lora_id for req in taken)
 
-    monkeypatch.setattr(decode.SchedulerDisaggregationDecodeMixin.__base__, "get_new_prebuilt_batch", take)
+    made.disagg_decode_transfer_queue = SimpleNamespace(scheduler=made, hooks=NO_HOOKS)
+    monkeypatch.setattr(engine_class(decode.SchedulerDisaggregationDecodeMixin), "get_new_prebuilt_batch", take)
     return made
 
 
@@ -90,11 +94,10 @@ def test_adapters_that_run_do_not_keep_others_out_for_ever(monkeypatch, start, l
 
 def adapter_loop(overlap: bool, overtaken: int, **policy: int) -> Loop:
     """The real loop of a worker that loads two adapters at once and computes prompts; see `Policy`."""
-    options = {"disaggregation_decode_local_prefill": "40"}
+    options = {"disaggregation_decode_local_prefill": "40", "enable_lora": True}
     loop = Loop(options=options, reserved=0, overlap=overlap, size=2048, page_size=4, max_reqs=6)
     loop.transfer.local.policy = Policy(slice=4, step=8, debt=10**6, **policy)
     manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 2)
-    loop.scheduler.enable_lora = True
     loop.scheduler.tp_worker.model_runner = SimpleNamespace(lora_manager=manager)
     loop.scheduler.server_args.disaggregation_decode_max_overtaken = overtaken
     return loop
@@ -187,9 +190,8 @@ def test_who_is_computed_in_slices_ends_though_another_waits_for_its_place(overl
 @pytest.mark.parametrize("overlap", [True, False])
 def test_who_comes_back_waits_for_its_adapter_without_kv(overlap):
     """With KV, which no retraction brings, it left who ran too little to its end: "Out of memory", status 500."""
-    loop = Loop(overlap=overlap, size=100, page_size=1, reserved=6)
+    loop = Loop(options={"enable_lora": True}, overlap=overlap, size=100, page_size=1, reserved=6)
     manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 1)
-    loop.scheduler.enable_lora = True
     loop.scheduler.tp_worker.model_runner = SimpleNamespace(lora_manager=manager)
     loop.scheduler.server_args.disaggregation_decode_max_overtaken = 32
     come, made, was_retracted = arrivals(loop), [], False
@@ -215,12 +217,13 @@ def test_who_comes_back_need_not_fit_beside_one_that_has_ended(monkeypatch):
     made = scheduler(monkeypatch, "", "a")
     made.max_running_requests, made.req_to_token_pool = 9, SimpleNamespace(size=9)
     last = [Named(lora_id="b"), Named(lora_id="c")]
-    local = SimpleNamespace(launched=SimpleNamespace(reqs=last), waiting=[], reqs=lambda: last)
-    made.disagg_decode_transfer_queue = SimpleNamespace(local=local)
-    assert not lora_batch.joins(made)(Named(lora_id="d"))
+    hooks = SimpleNamespace(reqs=[lambda: last], in_step=[lambda: last], begun=[])
+    queue = made.disagg_decode_transfer_queue = SimpleNamespace(scheduler=made, hooks=hooks)
+    hooks.joins = [AdapterHooks(queue).joins]
+    assert not joins(made, hooks)(Named(lora_id="d"))
     last[0].over = last[1].over = True
-    joins = lora_batch.joins(made)
-    assert joins(Named(lora_id="d")) and not joins(Named(lora_id="b"))
+    test = joins(made, hooks)
+    assert test(Named(lora_id="d")) and not test(Named(lora_id="b"))
 
 
 def test_without_the_flag_it_is_the_engines(monkeypatch):

@@ -1,0 +1,81 @@
+"""Extension points: what an extra may do in the objects of the core, which does not know it.
+
+An extra subclasses a class of this module and registers it from an overlay, usually its ``disaggregation/decode.py``::
+
+    hooks.register(hooks.DecodeHooks, MyHooks.of)
+
+``of`` gets what the class says, and returns None where the options ask for nothing. The order of hooks is that of
+``python/extras/ORDER``: the same on all ranks. A hook begins no collective and waits for nothing. A method that no
+hook overrides costs the core a look at an empty tuple.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+__all__ = ["NO_HOOKS", "DecodeHooks", "Hooks", "register"]
+
+Point = TypeVar("Point")
+# Of each class of this module, what makes the hooks of extras.
+_makers: defaultdict[type, list[Callable[..., Any]]] = defaultdict(list)
+
+
+def register(point: type[Point], make: Callable[..., Point | None]) -> None:
+    """Have ``make`` called for each object of the core that has hooks of the class ``point``."""
+    _makers[point].append(make)
+
+
+class Hooks(Generic[Point]):
+    """The hooks of one object. Of each event, by its name: the methods that override it, in order."""
+
+    def __init__(self, point: type[Point] | None = None, *given: Any):
+        made = [] if point is None else [hook for make in _makers[point] if (hook := make(*given)) is not None]
+        for name in [name for name in dir(point) if not name.startswith("_")]:
+            of = [getattr(hook, name) for hook in made if getattr(type(hook), name) is not getattr(point, name)]
+            setattr(self, name, tuple(of))
+
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Of an event without an object: nothing."""
+        return ()
+
+
+NO_HOOKS: Hooks[Any] = Hooks()
+
+
+class DecodeHooks:
+    """One rank of a decode worker with a radix cache. Made with its scheduler and its tree, before its queues."""
+
+    # ---- which requests decode ----
+
+    def joins(self) -> Callable[[Req], bool]:
+        """Called once in a step in which retracted requests may come back. Returns a test, which is asked of one after
+        the other: whether it decodes in this turn, beside those that wait and those that passed before it."""
+        raise NotImplementedError
+
+    def may_begin(self) -> Callable[[Req], bool]:
+        """Called once before a step over prompts is made. Returns a test, as `joins`, of those that could be in it."""
+        raise NotImplementedError
+
+    def began(self, reqs: Iterable[Req]) -> None:
+        """Requests that had not begun are in the next step over prompts."""
+
+    # ---- requests in queues of an extra's own ----
+
+    def reqs(self) -> Sequence[Req]:
+        """Those that hold KV, do not decode, and are in no queue of the core's. The same on all ranks."""
+        raise NotImplementedError
+
+    def begun(self) -> tuple[Sequence[Req], Sequence[Req]]:
+        """Those that wait for a step: those of which a step has computed a part, and the others."""
+        raise NotImplementedError
+
+    def in_step(self) -> Sequence[Req]:
+        """Those in a step over prompts that is in flight."""
+        raise NotImplementedError
