@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
+from tokenizer_front import MODES, Manager, answers, body, run, with_adapters
 
 from sglang_pd_radix.tools.make_model import make_model
 
@@ -287,7 +288,7 @@ def test_a_request_that_ends_while_its_state_is_made_leaves_none(monkeypatch):
 def test_prefill_hears_why_a_batch_ends_before_its_other_prompts_are_taken_back(monkeypatch):
     """The other way round, their transfers fail first, and prefill tells its client of an error of its own."""
     decode, told = manager(DisaggregationMode.DECODE), Future()
-    decode.own_states, decode.rids_of_samples, decode.enable_metrics = {}, {}, False
+    decode.own_states, decode.enable_metrics = {}, False
     obj = request(bootstrap_host="h", bootstrap_port=1, bootstrap_room=[5, 6])
     monkeypatch.setattr(refusal, "tell", lambda *message, **said: told)
 
@@ -354,3 +355,15 @@ def test_pages_are_pages(tmp_path, size):
     args = prepare_server_args(["--model-path", str(model), "--device", "cpu", "--page-size", size])
     with pytest.raises(ValueError, match="--page-size is"):
         args.check_server_args()
+
+
+@pytest.mark.parametrize("obj", [body(1), body(1, prompts=[[1, 2]])], ids=["batch", "one"])
+def test_an_adapter_of_a_request_that_was_not_sent_is_released(obj):
+    async def test():
+        prefill = with_adapters(Manager(*MODES[0], context_len=2))
+        with pytest.raises(ValueError, match="longer than"):
+            await answers(prefill, copy.copy(obj))
+        assert prefill.lora_registry.held == []
+
+    obj.lora_path = "a"
+    run(test())

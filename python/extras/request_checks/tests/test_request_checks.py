@@ -30,6 +30,7 @@ from sglang.srt.managers.request_checks import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_requests import manager, request
+from tokenizer_front import MODES, Manager, answers, body, run, with_adapters
 
 VOCAB = 100
 ENGINE = engine_class(TokenizerManager)
@@ -391,3 +392,32 @@ def test_a_request_that_nobody_has_given_types(monkeypatch, options, said):
 def test_the_bound_of_alternatives_is_that_of_the_metadata():
     default = inspect.signature(MetadataBuffers).parameters["max_top_logprobs_num"].default
     assert request_checks.MAX_TOP_LOGPROBS == default
+
+
+@pytest.mark.parametrize("path", [["a"], ["a", None, "b"]])
+def test_a_list_of_adapters_that_does_not_fit_holds_none(path):
+    """Its prompts are one, or two."""
+
+    async def test():
+        prefill = with_adapters(Manager(*MODES[0]))
+        obj = body(1, prompts=[[1, 2]] if len(path) == 1 else [[1, 2], [3, 4]], lora_path=path)
+        if len(path) == 1:
+            obj.input_ids, obj.bootstrap_room = [1, 2], 11
+            obj.bootstrap_host = obj.bootstrap_port = None
+        with pytest.raises(ValueError, match="lora_path must"):
+            await answers(prefill, obj)
+        assert prefill.lora_registry.held == [] and not prefill.rid_to_state
+
+    run(test())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_why_a_request_with_the_id_of_an_adapter_is_refused(adapters):
+    async def test():
+        prefill = with_adapters(Manager(*MODES[0]))
+        prefill.server_args.enable_lora = adapters
+        with pytest.raises(ValueError, match="lora_id" if adapters else "input_ids must be"):
+            await answers(prefill, body(1, prompts=[[99], [3]], lora_id=["x", "y"]))
+        assert prefill.lora_registry.held == []
+
+    run(test())

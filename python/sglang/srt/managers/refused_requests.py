@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cached_property, partial
 from http import HTTPStatus
@@ -17,7 +17,6 @@ from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, MOST_CHARACTERS, REFUSED_ROUTE, NotNow, listen
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers import samples
 from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq
 
@@ -66,15 +65,12 @@ class RefusedRequests(Base):
         try:
             async for out in super().generate_request(obj, request):
                 yield out
-        except samples.SamplesHaveRooms:
-            raise
         except Exception as e:
             # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
             # Nor has the scheduler been told of a prompt that decode computes, which has been answered.
             known = states and all(state.sent or state.finished for state in states.values())
-            refused = not known and (not isinstance(e, HTTPException) or isinstance(e, samples.PrefillUnreachable))
-            # The failure of one sample is the answer to all.
-            end_others = refused or bool(getattr(obj, "samples", 0))
+            refused = not known and self._is_refusal(e)
+            end_others = refused or self._ends_others(obj)
             # First, or the peer would learn only of the others' end.
             told = self._tell_peer(obj, reason_of(e), states, refusal.blames_request(e)) if refused else []
             if end_others and told:
@@ -92,6 +88,18 @@ class RefusedRequests(Base):
             for rid, state in states.items():
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """Whether the other worker is told of an error by which a request ends that the scheduler does not have."""
+        return not isinstance(error, HTTPException)
+
+    def _ends_others(self, obj) -> bool:
+        """Whether the other prompts of a request end with one of which the scheduler has said that it failed."""
+        return False
+
+    def _rooms_of(self, obj) -> Iterator[tuple[Any, Any, Any]]:
+        """The rooms of a request, of which the other worker is told when it is refused."""
+        return refusal.rooms_of(obj, getattr(obj, "bootstrap_room", None))
 
     async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:
         await asyncio.gather(*map(asyncio.wrap_future, told), return_exceptions=True)
@@ -198,7 +206,7 @@ class RefusedRequests(Base):
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return []
         served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
-        refused = refusal.rooms_refused(obj, served)
+        refused = refusal.rooms_refused(self._rooms_of(obj), served)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return refusal.tell_prefills(refused, self.server_args.disaggregation_bootstrap_port, reason)
         rooms = []

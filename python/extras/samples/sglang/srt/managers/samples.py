@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, NotNow, Unanswered, ask
+from sglang.srt.disaggregation.peer_calls import NotNow, Unanswered, add_route, ask
 from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
@@ -37,6 +37,7 @@ __all__ = [
     "DERIVATION",
     "MAX_SAMPLES",
     "PrefillUnreachable",
+    "SAMPLE_ROUTE",
     "SampleRooms",
     "SamplesHaveRooms",
     "Announcement",
@@ -52,6 +53,9 @@ __all__ = [
 MAX_SAMPLES = 4096
 # How rooms follow from a room; another way would have another number.
 DERIVATION = 1
+# On a prefill's bootstrap server: what decode tells it.
+SAMPLE_ROUTE = "/sample_rooms"
+add_route(SAMPLE_ROUTE, derivation=int)
 # Rooms that are congruent modulo this are on the same rank of every DP size that divides it: all to 16, 2^n to 256.
 # It is lcm(1, ..., 16) * 16.
 STRIDE = 11_531_520
