@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from overlapped_loop import VOCABULARY, Loop, LoopEnds
-from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.penalized_tokens import tell_earlier
@@ -66,8 +65,9 @@ class Penalized(Loop):
 
 def local(overlap: bool) -> Penalized:
     """With prompts that are computed here in slices, between which others decode."""
+    local_policy = pytest.importorskip("sglang.srt.disaggregation.local_policy")
     loop = Penalized(overlap=overlap, size=128, options={"disaggregation_decode_local_prefill": "40"})
-    loop.transfer.local.policy = Policy(most=12, slice=4, step=8, debt=24)
+    loop.transfer.local.policy = local_policy.Policy(most=12, slice=4, step=8, debt=24)
     return loop
 
 
