@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
@@ -15,6 +16,7 @@ from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
 # request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
 # (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
 KEEP_ALIVE_S = 4000
+# Without what heeds it a worker would run open to everybody who reaches its ports.
+SECRET = "SGLANG_DISAGGREGATION_SECRET_FILE"
 
 
 class _SecondName(argparse._StoreTrueAction):
@@ -280,7 +284,7 @@ class ServerArgs(engine.ServerArgs):
             self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
-        """Checks pages, the secret, Mooncake and PegaFlow, with all defaults settled.
+        """Checks pages, Mooncake and PegaFlow, with all defaults settled.
 
         Checks that the cache is still on.
         """
@@ -288,10 +292,13 @@ class ServerArgs(engine.ServerArgs):
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
         if self.disaggregation_mode != "null":
-            from sglang.srt.disaggregation.common.authentication import secret
             from sglang.srt.observability import request_life
 
-            secret()
+            if os.environ.get(SECRET, "").strip() and "authentication" not in loader.status()["extras"]:
+                raise ValueError(
+                    f"{SECRET} is set, and messages would not be signed: the extra authentication is not loaded. "
+                    f"Name it in {loader.EXTRAS}, or start without the secret."
+                )
             request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -35,6 +36,17 @@ def test_decode_keeps_its_radix_cache_with_the_flag(parse, name):
     args.check_server_args()
     assert args.disaggregation_decode_enable_radix_cache
     assert not args.disable_radix_cache
+
+
+def test_a_worker_does_not_start_with_a_secret_that_nothing_heeds(parse, monkeypatch):
+    monkeypatch.setattr(loader._state, "extras", [])
+    args = parse(*DECODE)
+    for nothing in ("", " "):
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET_FILE", nothing)
+        args.check_server_args()
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET_FILE", "/etc/secret")
+    with pytest.raises(ValueError, match="SGLANG_DISAGGREGATION_SECRET_FILE is set, and messages would not be signed"):
+        args.check_server_args()
 
 
 @pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])

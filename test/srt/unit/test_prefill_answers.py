@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import requests
 from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
-from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
-from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers, parse_capabilities
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, NotTrusted, PrefillPeers, parse_capabilities
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
@@ -127,6 +128,46 @@ class Ranks:
         ranks = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
         url = f"http://127.0.0.1:{self.port}/route"
         return requests.get(url, params=dict.fromkeys(ranks, "-1"), timeout=30).status_code
+
+
+_fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+RANK = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+
+
+def test_whatever_is_asked_of_a_bootstrap_server_it_goes_on():
+    """Without a secret everybody is heard; what cannot be meant has no effect."""
+    with bootstrap_server() as port:
+        bootstrap = f"http://127.0.0.1:{port}"
+        Ranks(port, 1).register(0)
+        paths = [
+            "/route",
+            f"/route?{RANK}",
+            "/route?prefill_dp_rank=x",
+            "/register_dp_rank",
+            "/query_dp_ranks",
+            "/health",
+        ]
+
+        @_fuzz
+        @given(
+            st.sampled_from(["GET", "PUT", "POST", "DELETE", "PATCH", "X"]),
+            st.sampled_from([*paths, DECODE_PREFIX_ROUTE, "/health", "/", "/route/../health", "/%00"]),
+            st.binary(max_size=64)
+            | _json.map(lambda value: json.dumps(value).encode())
+            | st.builds(lambda n: b"[" * n, st.integers(1, 5000)),
+        )
+        def throw(method: str, path: str, body: bytes) -> None:
+            reply = requests.request(method, bootstrap + path, data=body, timeout=30)
+            assert reply.status_code in (200, 400, 404, 405, 500)
+
+        throw()
+        assert requests.put(f"{bootstrap}/route", data=b"x" * (4 << 20), timeout=30).status_code in (413, 500)
+        assert requests.get(f"{bootstrap}/route?{RANK}", timeout=30).json()["rank_port"] == 1
 
 
 @pytest.mark.parametrize("server", [MooncakeKVBootstrapServer, NixlKVBootstrapServer])

@@ -16,7 +16,6 @@ import requests
 from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import peer_calls
-from sglang.srt.disaggregation.common.authentication import SignedRequests, middleware, secret, unreadable
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
@@ -42,22 +41,25 @@ def _own_timeouts() -> dict[str, int]:
     }
 
 
-class BootstrapRequests(SignedRequests):
-    """Questions to bootstrap servers, signed where there is a secret; a rank that registers says its version."""
+class BootstrapRequests:
+    """Stands for the module ``requests`` where bootstrap servers are asked; a rank that registers says its version."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(requests, name)
 
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``, with which the engine registers ranks and does nothing else."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
         if (device := own_device()) is not None:
             kwargs["json"][RANK_DEVICE] = device
-        return super().put(url, **kwargs)
+        return requests.put(url, **kwargs)
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.post``, with which the engine asks for the DP ranks of rooms, and says them."""
         args = server_args._global_server_args
         if url.endswith(RANKS_ROUTE) and getattr(args, "disaggregation_decode_enable_radix_cache", False):
             kwargs["json"] = {**kwargs["json"], HEARS_REFUSALS: 1}
-        return super().post(url, **kwargs)
+        return requests.post(url, **kwargs)
 
 
 class RefusedRanks:
@@ -176,10 +178,7 @@ def _version(said: Any) -> str:
 
 
 def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Add the routes of the decode prefix, and of rooms that are spoken of, and ask for the secret, if any."""
-    key = secret()
-    if key is not None:
-        app.middlewares.append(middleware(key))
+    """Add the routes of the decode prefix and of rooms that are spoken of."""
     ranks = RefusedRanks()
     app.middlewares.append(ranks.add)
 
@@ -244,6 +243,15 @@ async def capabilities(
 def _fronts() -> int:
     """Processes that take requests for this prefill."""
     return getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
+
+
+def unreadable(request: web.Request, error: Exception) -> web.Response:
+    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
+    reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
+    # Or aiohttp reads what is left of it, and has the same error.
+    request.content.feed_eof()
+    reply.force_close()
+    return reply
 
 
 async def _take(request: web.Request) -> web.Response:

@@ -17,7 +17,6 @@ import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common.authentication import SigningSocket, VerifyingSocket, secret
 from sglang.srt.disaggregation.common.bootstrap_routes import (
     BootstrapRequests,
     RegisteredRanks,
@@ -56,17 +55,15 @@ __all__ = [
 ]
 
 
-def _signing(socket, endpoint: str):
-    key = secret()
-    return socket if key is None else SigningSocket(socket, endpoint, key)
-
-
 # Of a decode worker with a radix cache: nothing on its scheduler's thread waits for a peer.
 _rank_answers: RankAnswers | None = None
 
 
 class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
+
+    # By which bootstrap servers are asked.
+    requests = requests
 
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
@@ -90,13 +87,11 @@ class CommonKVManager(engine.CommonKVManager):
             lambda: self.server_args,
             lambda: self.has_state,
             lambda: self.page_digests is not None,
-            lambda addr: super(CommonKVManager, self).try_ensure_parallel_info(addr),
+            lambda addr: engine.CommonKVManager.try_ensure_parallel_info(self, addr),
+            self.requests.get,
         )
         self.connections = Connections()
         super().__init__(*args, **kwargs)
-        if (key := secret()) is not None:
-            own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
-            self.server_socket = VerifyingSocket(self.server_socket, own, key)
         # Made by the queue that makes this manager.
         self.counters = KvTransferCounters.get(self.server_args)
         if self.has_radix:
@@ -109,14 +104,13 @@ class CommonKVManager(engine.CommonKVManager):
             self.peer_sockets.start(self.decode_watch.check)
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
-        """Replaces the engine's sockets, which stay for good; and messages are signed where there is a secret."""
-        return _signing(self.peer_sockets.connect(endpoint, is_ipv6), endpoint)
+        """Replaces the engine's sockets, which stay for good."""
+        return self.peer_sockets.connect(endpoint, is_ipv6)
 
     def connect_unwaiting(self, host: str, port: int):
         """The socket to a peer with a radix cache, or of a worker with one. Who sends does not wait: see `NotTaken`."""
         address = NetworkAddress(host, port)
-        endpoint = address.to_tcp()
-        return _signing(self.peer_sockets.connect(endpoint, address.is_ipv6, waits=False), endpoint)
+        return self.peer_sockets.connect(address.to_tcp(), address.is_ipv6, waits=False)
 
     @property
     def has_radix(self) -> bool:
@@ -331,12 +325,6 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
             return question(bootstrap_addr, bootstrap_rooms)
         return _rank_answers.query(bootstrap_addr, bootstrap_rooms, question)
 
-    @classmethod
-    def _connect(cls, endpoint: str, is_ipv6: bool = False):
-        """Messages are signed where there is a secret."""
-        socket, lock = super()._connect(endpoint, is_ipv6)
-        return _signing(socket, endpoint), lock
-
     def _connect_to_bootstrap_server(self, bootstrap_info: dict):
         """Replaces the engine's sockets with a radix cache: no sender waits, and it is known whether the peer lives."""
         if not self.kv_mgr.has_radix:
@@ -361,7 +349,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
                 setattr(cls, name, getattr(CommonKVBootstrapServer, name))
 
     def _setup_routes(self) -> None:
-        """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
+        """Adds the routes of the decode prefix and of refused requests to the engine's."""
         super()._setup_routes()
         self.ranks = RegisteredRanks()
         add_routes(self.app, self._capabilities)

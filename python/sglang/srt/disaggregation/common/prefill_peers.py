@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
+import requests
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.handshakes import in_background
@@ -24,9 +24,6 @@ from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
-
-# Questions to bootstrap servers, signed where there is a secret.
-requests = SignedRequests()
 
 # Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
 REFUSING_S = 0.3
@@ -148,11 +145,15 @@ def check_tp_sizes(theirs: int, ours: int, has_state: bool, uneven: bool) -> Non
         )
 
 
+class NotTrusted(requests.RequestException):
+    """A prefill does not answer this worker, or not in a way that can be believed."""
+
+
 class PrefillPeers:
     """The prefills of a decode worker with a radix cache.
 
     server_args: this worker's. has_state: whether its model has states. wants_digests: whether it verifies pages.
-    shake: the engine's own questions to a prefill; whether they have been answered.
+    shake: the engine's own questions to a prefill; whether they have been answered. get: asks it one of ours.
     """
 
     def __init__(
@@ -161,9 +162,10 @@ class PrefillPeers:
         has_state: Callable[[], bool],
         wants_digests: Callable[[], bool],
         shake: Callable[[str], bool],
+        get: Callable[..., requests.Response] = requests.get,
     ) -> None:
         self._server_args, self._has_state = server_args, has_state
-        self._wants_digests, self._shake = wants_digests, shake
+        self._wants_digests, self._shake, self._get = wants_digests, shake, get
         # What this rank computes on. Here, since each thread has a device of its own.
         self.own_device = own_device()
         # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
@@ -262,11 +264,11 @@ class PrefillPeers:
         """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
-        answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
-        secret, and ValueError where they do not speculate alike, or not all context-parallel ranks send that are asked.
+        answers 404 and is then sent no prefix. Raises NotTrusted where that prefill wants nothing of this worker, and
+        ValueError where they do not speculate alike, or not all context-parallel ranks send that are asked.
         """
         try:
-            reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            reply = self._get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
             if reply.status_code == 401:
                 raise NotTrusted(reply.text)
             if reply.status_code == 503:

@@ -14,13 +14,13 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["NO_HOOKS", "DecodeHooks", "Hooks", "register"]
+__all__ = ["NO_HOOKS", "CallHooks", "DecodeHooks", "Hooks", "register"]
 
 Point = TypeVar("Point")
 # Of each class of this module, what makes the hooks of extras.
@@ -47,6 +47,17 @@ class Hooks(Generic[Point]):
 
 
 NO_HOOKS: Hooks[Any] = Hooks()
+
+
+class CallHooks:
+    """One process that calls bootstrap servers (`peer_calls`). Made with its first call."""
+
+    def signs(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
+        """A call is made. Returns headers for it, and what is given the URL, status, content and headers of the answer;
+        that raises for one that is not to be believed."""
+        raise NotImplementedError
 
 
 class DecodeHooks:
