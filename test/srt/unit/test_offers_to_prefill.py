@@ -222,7 +222,7 @@ def test_a_message_of_the_engine_is_no_offer():
 def test_prefill_says_that_it_reads_only_with_the_option(monkeypatch: pytest.MonkeyPatch, least: int | None):
     args = SimpleNamespace(disaggregation_prefill_read_decode=least, speculative_algorithm=None)
     monkeypatch.setattr(server_args, "_global_server_args", args)
-    answer = asyncio.run(capabilities(1, 1, 1, True, True, True, RegisteredRanks().timeouts()))
+    answer = asyncio.run(capabilities(1, 1, 1, True, True, RegisteredRanks().timeouts()))
     assert answer.get("reads") == least and ("reads" in answer) is (least is not None)
     assert parse_capabilities(answer, False).reads == (least or 0)
     # Its KV alone is not all that such a model's prefix has.

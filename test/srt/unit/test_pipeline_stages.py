@@ -74,20 +74,6 @@ def test_mooncake_with_stages_of_several_ranks(monkeypatch, made, tp, mla):
     world.assert_books_closed()
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(monkeypatch, made, prefill_tp, decode_tp):
-    sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp, "staging": True}
-    for stages in ((5,), (2, 3)):
-        world = over_mooncake(monkeypatch, made, stages=stages, **sizes)
-        request = world.request(1, 26, 8).bootstrap()
-        # In one piece a rank sends as many runs as there are pieces; in slices, of pages that are no run, one for each.
-        request.send()
-        request.finish()
-        request.assert_landed()
-        runs = [rank.manager.counters.runs for rank in world.prefill]
-        assert (max(runs) < request.num_pages - request.first_page) == (len(stages) == 1)
-
-
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(("prompt_len", "prefix_len", "chunks"), PROMPTS)
 def test_nixl_writes_every_layer_of_the_delta_once(monkeypatch, stages, prompt_len, prefix_len, chunks):
@@ -289,13 +275,17 @@ def test_nixl_waits_for_the_digest_of_every_stage(monkeypatch):
 
 
 def test_the_bootstrap_server_says_what_stages_can(monkeypatch, made):
-    """Staging buffers are laid out for one stage, and a worker that knows no stages would not read their digests."""
+    """A worker that knows no stages would not read their digests."""
     world = over_mooncake(monkeypatch, made, stages=(2, 3))
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
-    assert answer == {"version": 1, "pieces": 0, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1, "prompts": 2}
+    # Of extras there may be more.
+    assert (
+        answer.items() >= {"version": 1, "stage_digests": 1, "queued": 1, "drops": 0, "state": 1, "prompts": 2}.items()
+    )
+    assert "digests" not in answer
     manager = world.decode[0].manager
-    assert manager.prefills.of(world.addr).digests and not manager.prefills.of(world.addr).pieces
+    assert manager.prefills.of(world.addr).digests
 
 
 # ---- context parallelism: every rank has all KV, and the first sends ----

@@ -57,23 +57,30 @@ def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     ascend = importlib.import_module("sglang.srt.disaggregation.ascend.conn").AscendKVBootstrapServer
     assert ascend.decode_prefix_version == 0
-    assert not (ascend.asks_for_pieces or ascend.sends_digests or ascend.hears_of_waiting)
+    assert not (ascend.sends_digests or ascend.hears_of_waiting)
     for server in (MooncakeKVBootstrapServer, NixlKVBootstrapServer):
         assert server.decode_prefix_version == DECODE_PREFIX_VERSION
         assert server.sends_digests and server.hears_of_waiting
-    assert MooncakeKVBootstrapServer.asks_for_pieces and not NixlKVBootstrapServer.asks_for_pieces
 
 
 def test_a_prefill_that_understands_it():
     version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
     assert version == DECODE_PREFIX_VERSION and found.takes_prefix
-    assert found.queued and not found.pieces and not found.digests
+    assert found.queued and not found.digests
 
 
 @pytest.mark.parametrize("can", ["digests", "stage_digests"])
 def test_either_kind_of_digest_will_do(can):
-    _, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "pieces": True, can: True})
-    assert found.digests and found.pieces and not found.queued
+    _, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, can: True})
+    assert found.digests and not found.queued
+
+
+def test_what_an_extra_listens_for_is_noted(monkeypatch):
+    monkeypatch.setattr(prefill_peers, "_others", set())
+    prefill_peers.listen_for("tea")
+    assert parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 1, "cake": 1}, False).others == {"tea"}
+    assert not parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 0}, False).others
+    assert not parse_capabilities({"version": 0, "tea": 1}, False).others
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,7 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
 def answer_of(cp_size: int | None, pp_size: int | None) -> dict[str, int | str]:
     """What a prefill of this process says of itself."""
     timeouts = RegisteredRanks().timeouts()
-    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, True, True, timeouts))
+    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, True, timeouts))
 
 
 def test_one_that_is_starting_has_not_answered():
@@ -268,7 +275,7 @@ def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypa
     for rank, device in enumerate([*devices, None]):
         said = {} if device is None else {"device": device}
         ranks.note({**place, "attn_tp_rank": rank, bootstrap_routes.RANK_VERSION: DECODE_PREFIX_VERSION, **said})
-    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True, {}, ranks.devices()))
+    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, {}, ranks.devices()))
     assert answer.get("devices", []) == devices
     own = SimpleNamespace(disaggregation_decode_local_prefill=asked)
     monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")

@@ -41,7 +41,8 @@ ROWS = [*range(1, 22), 26, 27, 30, 31, 32, 33]
 # Rows without a test of their own here: why, and the test (file::name) that has them if there is one.
 ELSEWHERE = {
     20: "needs both ends of the wire: test_nixl_wire.py::test_an_abort_after_decode_asked_is_told",
-    21: "needs the same: test_mooncake_wire.py::test_trap_21_pieces_land_where_they_belong_behind_a_prefix",
+    21: "needs the same: ../../../python/extras/staging/tests/test_staged_pieces.py::"
+    "test_trap_21_pieces_land_where_they_belong_behind_a_prefix",
     30: "is both tokenizer managers' affair: test_samples.py::test_prefill_that_is_told_later_gives_its_warmup_up, "
     "test_samples.py::test_decode_asks_for_nothing_before_prefill_knows, "
     "../e2e/test_parallel_sampling.py::test_samples_are_as_requests_of_their_own_and_kv_comes_once",

@@ -439,7 +439,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self.arrived: list[Req] = []
         self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
-            # The engine's way through the staging buffer; receivers have their own, see delta_staging.py.
+            # The engine's way through the staging buffer knows of no prefix.
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)

@@ -195,7 +195,6 @@ async def capabilities(
     version: int,
     cp_size: int | None,
     pp_size: int | None,
-    pieces: bool,
     digests: bool,
     queued: bool,
     timeouts: Mapping[str, int],
@@ -204,9 +203,9 @@ async def capabilities(
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
-    before they have all registered. pieces, digests, queued: whether the backend asks for staging memory piece by
-    piece, sends digests of pages, and hears from decode what waits there. timeouts: of the ranks
-    (`RegisteredRanks.timeouts`). devices: that they compute on. Raises HTTPServiceUnavailable before that.
+    before they have all registered. digests, queued: whether the backend sends digests of pages, and hears from
+    decode what waits there. timeouts: of the ranks (`RegisteredRanks.timeouts`). devices: that they compute on. Raises
+    HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -216,8 +215,6 @@ async def capabilities(
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
     whole = pp_size == 1
     can = {
-        # The layout of a staging buffer knows of no stages.
-        "pieces": pieces and whole,
         "digests" if whole else "stage_digests": digests,
         "queued": queued,
         # Stages would have to agree, and of several fronts only one learns of it.

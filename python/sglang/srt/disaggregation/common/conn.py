@@ -339,13 +339,16 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
 
     # 0: the backend does not. The rest as in `capabilities`.
     decode_prefix_version = 0
-    asks_for_pieces = sends_digests = hears_of_waiting = False
+    sends_digests = hears_of_waiting = False
 
     def __init_subclass__(cls, **options) -> None:
-        """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas."""
+        """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas.
+
+        But for one that is laid over another of its name.
+        """
         super().__init_subclass__(**options)
-        for name in ("decode_prefix_version", "asks_for_pieces", "sends_digests", "hears_of_waiting"):
-            if name not in vars(cls):
+        for name in ("decode_prefix_version", "sends_digests", "hears_of_waiting"):
+            if name not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
                 setattr(cls, name, getattr(CommonKVBootstrapServer, name))
 
     def _setup_routes(self) -> None:
@@ -379,6 +382,6 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         if self.ranks.complaint is not None and not complete:
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
         version = self.decode_prefix_version if self.ranks.take_prefix else 0
-        able = self.asks_for_pieces, self.sends_digests, self.hears_of_waiting
+        able = self.sends_digests, self.hears_of_waiting
         cp_size = self.attn_cp_size if complete else None
         return await capabilities(version, cp_size, self.pp_size, *able, self.ranks.timeouts(), self.ranks.devices())

@@ -39,18 +39,16 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """What a prefill says that it can do.
 
-    version: of the decode prefix that it understands, 0 for none. pieces: it asks for each piece of staging memory.
-    digests: it sends digests of pages. queued: it wants to hear what waits on decode. drops: it drops a request whose
-    prompt decode computes. drafts, draft_model: what it speculates with, empty without. reads: it reads KV that it
-    lacks from decode, where that is so many tokens or more; 0 where it does not. prompts: it compares digests of
-    prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked
-    for, and for which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all
-    of its context-parallel ranks send; None without such ranks, or where it does not say. devices: that its ranks
-    compute on, by `own_device`.
+    version: of the decode prefix that it understands, 0 for none. digests: it sends digests of pages. queued: it wants
+    to hear what waits on decode. drops: it drops a request whose prompt decode computes. drafts, draft_model: what it
+    speculates with, empty without. reads: it reads KV that it lacks from decode, where that is so many tokens or more;
+    0 where it does not. prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which
+    it may write for a request that it has been asked for, and for which it leaves one of which decode does not speak; 0
+    where it does not say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or
+    where it does not say. devices: that its ranks compute on, by `own_device`. others: see `listen_for`.
     """
 
     version: int = 0
-    pieces: bool = False
     digests: bool = False
     queued: bool = False
     drops: bool = False
@@ -62,6 +60,7 @@ class Capabilities:
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
     devices: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
 
     @property
     def takes_prefix(self) -> bool:
@@ -70,6 +69,12 @@ class Capabilities:
 
 
 UNKNOWN = Capabilities()
+_others: set[str] = set()
+
+
+def listen_for(name: str) -> None:
+    """Have `Capabilities.others` say which prefills answer yes under ``name``: for extras."""
+    _others.add(name)
 
 
 def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabilities:
@@ -88,14 +93,15 @@ def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabili
         said = answer.get(name) if takes else 0
         return said if type(said) is int and said > 0 else 0
 
-    each = can("pieces"), can("digests", "stage_digests"), can("queued"), can("drops")
+    each = can("digests", "stage_digests"), can("queued"), can("drops")
     waits = number("waiting_timeout"), number("bootstrap_timeout")
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     reads = 0 if needs_state else number("reads")
     devices = frozenset(map(str, answer.get("devices") or ()))
+    others = frozenset(filter(can, _others))
     return Capabilities(
-        version, *each, drafts, draft_model, reads, number("prompts") > 1, *waits, all_cp_ranks, devices
+        version, *each, drafts, draft_model, reads, number("prompts") > 1, *waits, all_cp_ranks, devices, others
     )
 
 

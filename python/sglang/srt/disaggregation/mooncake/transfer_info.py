@@ -19,15 +19,12 @@ Base: Any = object
 class PrefixedInfo(Base):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
-    where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
+    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set.
     wants_digest: of the pages sent. heard_until: see `Pulse`, when this was read.
     """
 
     decode_prefix_len: int | None = None
     wants_digest: bool = False
-    grants: dict[int, int] = dataclasses.field(default_factory=dict)
-    written: set[int] = dataclasses.field(default_factory=set)
     heard_until: float = math.inf
 
     @property
