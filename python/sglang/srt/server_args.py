@@ -98,8 +98,6 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_verify_pages:
         raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_local_prefill not in (None, "off", "false"):
-        raise ValueError(f"--disaggregation-decode-local-prefill needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_itl_target is not None:
         raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_ttft_target is not None:
@@ -126,7 +124,6 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
-    disaggregation_decode_local_prefill: str | None = None
     disaggregation_decode_itl_target: float | None = None
     disaggregation_decode_ttft_target: float | None = None
     disaggregation_prefill_read_decode: int | None = None
@@ -176,13 +173,6 @@ class ServerArgs(engine.ServerArgs):
             action="store_true",
             help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
             "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
-        )
-        parser.add_argument(
-            "--disaggregation-decode-local-prefill",
-            metavar="off|auto|N",
-            help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
-            "place of asking prefill for it. auto, the default: up to 128 tokens, as often as decode steps hardly "
-            "feel, and not where prefill computes on the same GPU. N: up to N tokens, in any case. off: never.",
         )
         _add_targets(parser)
         parser.add_argument(
@@ -273,15 +263,8 @@ class ServerArgs(engine.ServerArgs):
                 f"--hicache-ratio is {self.hicache_ratio:g}: host memory has to hold more than the KV pool. "
                 f"Give more than 1, or --hicache-size, or start with {FLAG} alone."
             )
-        from sglang.srt.disaggregation.local_policy import Policy
-
-        given = self.disaggregation_decode_local_prefill
-        if Policy.of("auto" if given is None else given) is None:
-            given = self.disaggregation_decode_local_prefill = "off"
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
-        if given is None:
-            self.disaggregation_decode_local_prefill = "auto" if cache_support.may_compute_prompts(self) else "off"
 
     def check_server_args(self) -> None:
         """Checks pages, Mooncake and PegaFlow, with all defaults settled.

@@ -396,7 +396,7 @@ class World(DecodeWorker):
 
     def idle(self) -> bool:
         moving = self.queue.queue or self.transfer.queue or self.transfer.quarantine
-        local = self.transfer.local is not None and self.transfer.local.busy
+        local = self.elsewhere() or self.taken()
         saving = self.tier is not None and self.tier.saves.busy
         return not (moving or local or saving or self.waiting or self.running)
 
@@ -413,12 +413,20 @@ class World(DecodeWorker):
         self.weights += 1
         return True
 
+    def elsewhere(self) -> list[Req]:
+        """The requests in queues of extras."""
+        return [req for reqs in self.transfer.hooks.reqs for req in reqs()]
+
+    def taken(self) -> list[DecodeRequest]:
+        """Those whose delta is to come from another source than prefill."""
+        return [decode_req for source in self.transfer.hooks.source for decode_req in source().taken()]
+
     # ---- invariants ----
 
     def check(self) -> None:
         self.check_offers()
         moving = self.transfer.queue + self.transfer.quarantine
-        local = self.transfer.local.reqs() if self.transfer.local is not None else []
+        local = self.elsewhere()
         # But for those that an error has kept from getting anything.
         holders = [dr.req for dr in moving if dr.req.req_pool_idx is not None] + self.waiting + self.running
         holders += [req for req in local if all(req is not other for other in holders) and not req.finished()]
@@ -453,7 +461,7 @@ class World(DecodeWorker):
             for req in holders:
                 assert self.pool.req_index_to_mamba_index_mapping[req.req_pool_idx] == req.mamba_pool_idx
         # What is known of each prompt that waits, or is waited for, is what the tree would say now.
-        computed = [] if self.transfer.local is None else [one.decode_req for one in self.transfer.local.waiting]
+        computed = self.taken()
         entries = [dr.entry for dr in (*self.queue.queue, *self.transfer.queue, *computed) if dr.entry is not None]
         watches = [entry.watch for entry in entries if entry.watch is not None]
         assert set(watches) == set(self.tree.watches)

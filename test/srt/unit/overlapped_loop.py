@@ -208,9 +208,9 @@ class Loop(World):
         if self.tier is not None:
             memory = self.tier.memory
             memory.save, memory.load = self._when_over(memory.save), self._when_over(memory.load)
-        if self.transfer.local is not None:
+        for source in self.transfer.hooks.source:
             # What is measured of steps is not the same in every run.
-            self.transfer.local.bucket.own = lambda: [0] * Bucket.width
+            source().bucket.own = lambda: [0] * Bucket.width
         self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> LoopScheduler:

@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.local_prefill import LocalPrefills
+from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler as schedulers
@@ -78,10 +78,12 @@ def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
         queue = SimpleNamespace(queue=[in_queue("1"), in_queue("13")], retracted_queue=[req("1"), req("15")])
         queue.kv_manager, queue.gloo_group = manager, None
         scheduler.disagg_decode_prealloc_queue = queue
-        waiting = [SimpleNamespace(req=req("16")), SimpleNamespace(req=req("1"))]
+        waiting = [LocalReq(SimpleNamespace(req=req(rid)), 0) for rid in ("16", "1")]
         local = object.__new__(LocalPrefills)
         local.waiting = waiting
-        scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
+        transfers = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
+        transfers.hooks = SimpleNamespace(source=[local.source])
+        scheduler.disagg_decode_transfer_queue = transfers
         running += [one.req for one in waiting]
     scheduler.abort_request(AbortReq(rid="1"))
     assert set(aborted) == {"1"} and len(aborted) == (3 if mode == DisaggregationMode.PREFILL else 4)

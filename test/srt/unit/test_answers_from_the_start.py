@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_classes import engine_class
 from overlapped_loop import VOCABULARY, Loop, LoopEnds, LoopScheduler, next_token
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.local_policy import Policy
@@ -336,7 +337,7 @@ def test_as_many_alternatives_as_prefill_was_asked_for(buffers, top, came):
 
 def test_a_prefill_without_the_package(buffers):
     """Decode sees that there are none if the token is not the same."""
-    engine_utils = MetadataBuffers.__mro__[1]
+    engine_utils = engine_class(MetadataBuffers)
     for told, expected in (None, ([None], [5], [[None]], [[5]])), (3, ([-3.0], [5], [[-3.0] * 2], [[3] * 2])):
         buffers.output_token_logprobs_idx[0, 0] = 77
         buffers.__class__ = engine_utils

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decode_world import World
+from engine_classes import engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
@@ -389,7 +390,7 @@ def refuse(tree: type | None = None, **options) -> Scheduler:
     ],
 )
 def test_what_is_not_verified_with_windows_is_refused(monkeypatch, options, named):
-    monkeypatch.setattr(Scheduler.__bases__[-1], "init_cache_with_memory_pool", lambda self: pytest.fail("too late"))
+    monkeypatch.setattr(engine_class(Scheduler), "init_cache_with_memory_pool", lambda self: pytest.fail("too late"))
     with pytest.raises(ValueError, match=f"sliding windows together with {named}.*--disable-hybrid-swa-memory"):
         refuse(**options).init_cache_with_memory_pool()
 
@@ -403,7 +404,7 @@ def test_the_tree_takes_the_place_of_the_engine_s(monkeypatch, radix):
         made = object.__new__(SWAChunkCache)
         scheduler.tree_cache = swa_radix_cache.SWARadixCache(world_params(world)) if radix else made
 
-    monkeypatch.setattr(Scheduler.__bases__[-1], "init_cache_with_memory_pool", engines)
+    monkeypatch.setattr(engine_class(Scheduler), "init_cache_with_memory_pool", engines)
     scheduler = refuse()
     scheduler.tp_worker.get_memory_pool = lambda: (world.pool, world.allocator)
     if not radix:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from decode_world import World
+from engine_classes import engine_class
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_budget import live_reqs
@@ -24,9 +25,9 @@ from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import serve, serve_to_end, to_prebuilt, tokens
 
-ENGINE = Scheduler.__bases__[-1]
+ENGINE = engine_class(Scheduler)
 # The engine's, which makes the messages.
-MESSAGES = SchedulerOutputProcessorMixin.__bases__[0]
+MESSAGES = engine_class(SchedulerOutputProcessorMixin)
 
 
 class Reqs(list):
@@ -214,7 +215,7 @@ def test_live_requests_are_those_of_all_places_but_each_that_decodes_once(data):
     transfers = SimpleNamespace(
         queue=[SimpleNamespace(req=req) for req in places[0]],
         arrived=places[1],
-        local=SimpleNamespace(reqs=lambda: local) if data.draw(st.booleans()) else None,
+        hooks=SimpleNamespace(reqs=[lambda: local] if data.draw(st.booleans()) else []),
         quarantine=[],
     )
     mode = SimpleNamespace(is_prebuilt=lambda: is_prebuilt)
@@ -225,7 +226,7 @@ def test_live_requests_are_those_of_all_places_but_each_that_decodes_once(data):
         waiting_queue=places[2],
     )
     found = live_reqs(scheduler, transfers, ())
-    more = [*(prebuilt if is_prebuilt else ()), *(local if transfers.local else ())]
+    more = [*(prebuilt if is_prebuilt else ()), *(local if transfers.hooks.reqs else ())]
     expected = [*places[0], *places[1], *places[2], *[req for req in more if not any(req is one for one in running)]]
     assert [id(req) for req in found.coming] == [id(req) for req in expected if req.finished_reason is None]
     assert [id(req) for req in found.running] == [id(req) for req in running if req.finished_reason is None]

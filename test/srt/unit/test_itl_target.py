@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from decode_world import World
+from engine_classes import engine_class
 from host_world import HostSizes
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
@@ -410,7 +411,7 @@ def test_dp_ranks_that_step_together_count_the_fullest():
 
 
 def test_an_idle_turn_of_the_loop_ends_the_time_of_steps(monkeypatch):
-    monkeypatch.setattr(SchedulerRuntimeCheckerMixin.__base__, "self_check_during_idle", lambda self: None)
+    monkeypatch.setattr(engine_class(SchedulerRuntimeCheckerMixin), "self_check_during_idle", lambda self: None)
     gate = made(10)
     gate.note_step(batch([req(1)]), SimpleNamespace(), 1.0)
     worker = object.__new__(SchedulerRuntimeCheckerMixin)

@@ -12,6 +12,7 @@ import dill
 import pytest
 import torch
 import torch.distributed as dist
+from engine_classes import engine_class
 from prefill_loop import PrefillLoop
 from ranks import assert_same
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
@@ -110,7 +111,7 @@ def test_only_the_request_whose_logit_processor_failed_ends(monkeypatch, verifie
     scheduler = object.__new__(Scheduler)
     scheduler.tree_cache = None
     ended = lambda self, batch, result: seen.append([req.to_finish is not None for req in batch.reqs])  # noqa: E731
-    monkeypatch.setattr(Scheduler.__bases__[-1], "process_batch_result", ended)
+    monkeypatch.setattr(engine_class(Scheduler), "process_batch_result", ended)
     scheduler.process_batch_result(batch, result)
     assert [req.to_finish and req.to_finish.message for req in reqs] == [None, "boom", None]
     # The next draft has been made for all that went on.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from decode_world import World
+from engine_classes import engine_class
 from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
@@ -23,9 +24,9 @@ from sglang.srt.observability import thread_time
 @pytest.fixture
 def scheduler(monkeypatch):
     """A scheduler over the pool of ``world``; what its step of the queue does is ``step``."""
-    base = Scheduler.__bases__[-1]
+    base = engine_class(Scheduler)
     made = object.__new__(Scheduler)
-    engines = SchedulerDisaggregationDecodeMixin.__base__
+    engines = engine_class(SchedulerDisaggregationDecodeMixin)
     monkeypatch.setattr(engines, "process_decode_queue", lambda self: self.step())
     monkeypatch.setattr(base, "flush_cache", lambda self: True)
     made.world = World(size=64, page_size=4)
@@ -128,7 +129,7 @@ def test_pools_of_several_kinds_are_left_alone(scheduler):
 def test_a_worker_whose_figures_are_of_no_one_pool_tells_its_requests(scheduler, monkeypatch, tree):
     """A prefill with a hierarchical cache, of a hybrid model or one with windows: it drains by these, and by nothing
     else that it says."""
-    engine, said = Scheduler.__bases__[-1], SimpleNamespace(internal_state={"version": 1})
+    engine, said = engine_class(Scheduler), SimpleNamespace(internal_state={"version": 1})
     monkeypatch.setattr(engine, "get_internal_state", lambda self, asked: said)
     monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self: False)
     monkeypatch.setattr(Scheduler, "kv_manager", lambda self: None)

@@ -17,6 +17,7 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import torch
 from decode_world import World
+from engine_classes import engine_class
 from sglang.srt.disaggregation import decode_prefix
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
@@ -65,7 +66,7 @@ class Pair:
         request = self.world.request(room, len(of_prefill.origin_input_ids), 8).start_prefill()
         queue = object.__new__(PrefillBootstrapQueue)
         queue.scheduler = SimpleNamespace(max_req_input_len=longest)
-        self.monkeypatch.setattr(PrefillBootstrapQueue.__mro__[1], "add", lambda *args: None)
+        self.monkeypatch.setattr(engine_class(PrefillBootstrapQueue), "add", lambda *args: None)
         for sender in request.senders:
             of_prefill.disagg_kv_sender = sender
             queue.add(of_prefill, 1)

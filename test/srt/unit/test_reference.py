@@ -101,7 +101,7 @@ def test_fields_of_a_pool_are_those_that_a_worker_tells():
     """The functions that make `kv_pool` are found by four of its fields, wherever they stand."""
     functions = [
         node
-        for path in PATCH.rglob("*.py")
+        for path in [*PATCH.rglob("*.py"), *PATCH.parents[1].glob("extras/*/sglang/**/*.py")]
         for node in ast.walk(syntax.parse(path.read_text(encoding="utf-8"), path))
         if isinstance(node, ast.FunctionDef) and FIELDS & keys_of(node)
     ]

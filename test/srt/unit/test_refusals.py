@@ -10,6 +10,7 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
+from engine_classes import engine_class
 from sglang.srt.disaggregation import peer_calls, refusal, refused_pairs
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
@@ -73,7 +74,7 @@ def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
     """The scheduler says it, to whichever tokenizer process the request came."""
     scheduler, told = object.__new__(Scheduler), []
     scheduler.disaggregation_mode, scheduler.refused_rooms = DisaggregationMode.PREFILL, refusal.RefusedRooms()
-    engine = SchedulerOutputProcessorMixin.__base__
+    engine = engine_class(SchedulerOutputProcessorMixin)
     monkeypatch.setattr(engine, "stream_output_generation", lambda self, reqs, *more: told.extend(reqs))
     scheduler.refused_rooms.note(5, "rid in use")
     reqs = [Req(str(room), "", [1], SamplingParams(), bootstrap_room=room) for room in (5, 6, 5)]
@@ -106,7 +107,7 @@ class RefusingPrefill:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[Any]) -> None:
         self.queued: list[list[Req]] = [[] for _ in ranks]
         self.answered: list[Req] = []
-        base = Scheduler.__bases__[-1]
+        base = engine_class(Scheduler)
         monkeypatch.setattr(base, "_add_request_to_queue", lambda scheduler, req, _: scheduler.queued.append(req))
         monkeypatch.setattr(base, "recv_requests", self._received)
         none = lambda scheduler: setattr(scheduler, "_request_dispatcher", TypeBasedDispatcher([]))  # noqa: E731

@@ -18,7 +18,8 @@ from prefill_front import bootstrap_server
 from sglang.srt import server_args
 from sglang.srt.disaggregation import refusal, room_notes
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import bootstrap_routes, conn
+from sglang.srt.disaggregation.common import bootstrap_routes
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.deferred_release import abort_transfer
 from sglang.srt.disaggregation.peer_calls import REFUSED_RANK_ROUTE
@@ -152,7 +153,7 @@ class AskedForRanks:
         """The engine's question, as a decode worker with or without the flag asks it."""
         args = SimpleNamespace(disaggregation_decode_enable_radix_cache=flag)
         self.monkeypatch.setattr(server_args, "_global_server_args", args)
-        engine: Any = engine_class(conn.CommonKVReceiver)
+        engine: Any = engine_class(CommonKVReceiver)
         return engine.query_prefill_dp_ranks(f"127.0.0.1:{self.port}", list(rooms))
 
     def wait_for(self, *rooms: int) -> dict[str, int]:

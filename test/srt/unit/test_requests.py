@@ -302,7 +302,7 @@ def test_what_one_request_asks_for_is_told_to_no_other(monkeypatch):
 def test_an_empty_logit_processor_is_none(monkeypatch):
     """The engine takes it for none, and beside a real one in the same batch it ends the scheduler."""
     taken = []
-    monkeypatch.setattr(Scheduler.__bases__[-1], "handle_generate_request", lambda self, req: taken.append(req))
+    monkeypatch.setattr(engine_class(Scheduler), "handle_generate_request", lambda self, req: taken.append(req))
     scheduler = object.__new__(Scheduler)
     scheduler.tree_cache, scheduler.server_args = None, SimpleNamespace(enable_custom_logit_processor=True)
     scheduler.handle_generate_request(SimpleNamespace(rid="r", custom_logit_processor=""))
@@ -371,7 +371,7 @@ def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_f
     scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
     scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
     add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
+    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
     for rid, priority in (("none", None), ("low", -5), ("high", 5)):
         req = Req(rid, "", [1], SamplingParams(), priority=priority)
         req.time_stats.wait_queue_entry_time = 0.0
@@ -393,7 +393,7 @@ def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request
     scheduler.enable_overlap, scheduler.disagg_prefill_inflight_queue = False, []
     scheduler.answered = RoomNotes()
     add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(Scheduler.__bases__[-1], "_add_request_to_queue", add)
+    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
 
     def made(rid: str, room: int) -> Req:
         return Req(rid, "", [1], SamplingParams(), bootstrap_room=room)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
+from engine_classes import engine_class
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import peer_calls, refusal, room_notes
 from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, listen
@@ -94,7 +95,7 @@ def test_samples_become_prompts():
 
 def test_every_list_of_the_engine_is_expanded():
     """What the engine takes from a list for each prompt."""
-    source = textwrap.dedent(inspect.getsource(GenerateReqInput.__mro__[1].__getitem__))
+    source = textwrap.dedent(inspect.getsource(engine_class(GenerateReqInput).__getitem__))
     taken = {
         node.value.attr
         for node in ast.walk(syntax.parse(source))

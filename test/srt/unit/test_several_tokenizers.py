@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_classes import engine_class
 from fastapi import HTTPException
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from starlette.testclient import TestClient
 
-ENGINE = TokenizerWorker.__bases__[0]
+ENGINE = engine_class(TokenizerWorker)
 # Of the calls that the HTTP server makes of a tokenizer process: those that change what each process has for itself.
 REFUSED = {
     "pause_generation": {},

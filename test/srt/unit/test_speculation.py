@@ -6,6 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from engine_classes import engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
@@ -22,7 +23,7 @@ from test_step_in_flight import Play, scripts
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
 # The engine's own classes, under the patch set's.
-EngineReq, EngineBatch, EngineScheduler = Req.__mro__[1], ScheduleBatch.__mro__[1], Scheduler.__bases__[-1]
+EngineReq, EngineBatch, EngineScheduler = engine_class(Req), engine_class(ScheduleBatch), engine_class(Scheduler)
 
 
 VERSIONS = pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
+from engine_classes import engine_class
 from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
@@ -113,7 +114,7 @@ def test_the_rank_is_a_label_whoever_asks_next(registry, monkeypatch):
     def init(self: object) -> None:
         self.scheduler, self.tree_cache = scheduler, object.__new__(DecodeRadixCache)
 
-    monkeypatch.setattr(DecodeTransferQueue.__mro__[1], "__init__", init)
+    monkeypatch.setattr(engine_class(DecodeTransferQueue), "__init__", init)
     monkeypatch.setattr(AdmissionPolicy, "of", asks_first)
     with pytest.raises(Made):
         DecodeTransferQueue()

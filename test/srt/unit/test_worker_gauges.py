@@ -190,9 +190,10 @@ def test_one_that_is_computed_here_until_it_decodes(scheduler):
     agreed, polled, launched, done = (SimpleNamespace(finished=lambda n=n: n) for n in (False, False, False, True))
     transfers = scheduler.disagg_decode_transfer_queue
     # One that another rank has no memory for yet is polled; of one that waits, a part may be in the step.
-    transfers.local = object.__new__(LocalPrefills)
+    local = object.__new__(LocalPrefills)
+    transfers.hooks = SimpleNamespace(beside=[local.beside])
     waiting = [LocalReq(SimpleNamespace(req=req), 0, agreed=req is agreed) for req in (agreed, polled)]
-    transfers.local.waiting, transfers.local.launched = waiting, SimpleNamespace(reqs=[agreed, launched, done])
+    local.waiting, local.launched = waiting, SimpleNamespace(reqs=[agreed, launched, done])
     transfers.queue = [SimpleNamespace(req=polled, phase=SimpleNamespace(name="LOCAL"))]
     found = worker_gauges.in_hand(scheduler)
     assert {each.state for each in found} == {"local"}

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
-from sglang.srt.disaggregation.decode_schedule import peer_drops
+from sglang.srt.disaggregation.decode_schedule import sources_of
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from sglang.srt.mem_cache.prefix_watch import wanted_tokens
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_agreement import Ranks
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
     from sglang.srt.disaggregation.itl_gate import ItlGate
-    from sglang.srt.disaggregation.local_prefill import LocalPrefills
     from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["Admission", "Blocked", "Held"]
 
@@ -77,17 +77,17 @@ class Admission:
         memory: RequestMemory,
         deltas: PrefillDeltas,
         counters: KvTransferCounters,
-        local: LocalPrefills | None = None,
+        sources: Sequence[DeltaSource] = (),
         gate: ItlGate | None = None,
         ranks: Ranks | None = None,
     ):
-        """deltas, local: where what the tree lacks of a request comes from. gate: what bounds a step's time.
+        """deltas, sources: where what the tree lacks of a request comes from. gate: what bounds a step's time.
 
         ranks: that admit the same; None for one alone.
         """
         self._several_ranks = ranks is not None and ranks.size > 1
         self._tree, self._policy, self._accounts = tree, policy, accounts
-        self.memory, self.deltas, self._counters, self._local = memory, deltas, counters, local
+        self.memory, self.deltas, self._counters, self._sources = memory, deltas, counters, sources
         self._gate = gate
         # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
         # no time in a decode step; the state in which all waited for transfers, and until when.
@@ -193,8 +193,8 @@ class Admission:
             if decode_req.is_aborted or decode_req.error is not None:
                 continue
             req, entry = decode_req.req, decode_req.entry
-            if self._local is not None and not self._several_ranks:
-                entry.peer_drops = peer_drops(decode_req)
+            if self._sources and not self._several_ranks:
+                entry.sources = sources_of(decode_req, self._sources)
             try:
                 plan = self._plan(decode_req, entry, may_match, now, live)
             except Exception as e:
@@ -253,24 +253,21 @@ class Admission:
             # Another request of this step may have become its leader.
             policy.find_leader(entry, now)
             if entry.coming:
-                entry.local = False
+                entry.source = None
                 return None
         entry.coming = 0
         found = entry.watch.peek() if may_match and entry.watch is not None else NOTHING
         entry.stored = self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
         held = entry.stored if entry.stored.length else found
-        entry.local = may_match and entry.peer_drops and self._computes(req, held, live)
-        if entry.local and held.length == len(req.origin_input_ids):
+        takes = [source for source in entry.sources if source.takes(req, held, live)] if may_match else []
+        entry.source = takes[0] if takes else None
+        if takes and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]
             found = self._tree.peek(prompt, req.extra_key)
             if entry.stored.length:
                 entry.stored = self._tree.tier.found_of(prompt, req.extra_key, found.length)
         return self._accounts.plan(req, req.origin_input_ids, found)
-
-    def _computes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
-        """Whether what the tree lacks of ``req`` is computed here."""
-        return self._local is not None and self._local.should_compute(req, found, lambda: len(live().running))
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan) -> None:
         """Carry out an admission. Others of the step count on it, so what raises for its memory ends the worker."""
@@ -288,7 +285,7 @@ class Admission:
         # Others may follow it from now on.
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)
-        source = self._local if entry.local and self._local is not None else self.deltas
+        source = entry.source or self.deltas
         req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
         try:
             source.request(decode_req)

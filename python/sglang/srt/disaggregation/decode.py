@@ -38,8 +38,7 @@ from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_aro
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.kv_weights import know_weights
-from sglang.srt.disaggregation.local_prefill import LocalPrefills
-from sglang.srt.disaggregation.local_steps import measured, next_local_batch
+from sglang.srt.disaggregation.local_steps import measured
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.request_phase import Phase
@@ -220,15 +219,16 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group)
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
-        local, gate = self.transfer_queue.local, self.transfer_queue.gate
+        gate = self.transfer_queue.gate
+        sources = tuple(source() for source in self.transfer_queue.hooks.source)
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
-        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, local)
+        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, sources)
         figures = measured(self.transfer_queue)
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), local is not None, figures)
+        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         self.admission = Admission(
-            tree, self.policy, self.accounts, self.memory, deltas, self.counters, local, gate, self.ranks
+            tree, self.policy, self.accounts, self.memory, deltas, self.counters, sources, gate, self.ranks
         )
         self.resumption = Resumption(
             tree, self.accounts, self.memory, lambda: joins(self.scheduler, self.transfer_queue.hooks), gate
@@ -378,8 +378,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule)
         self._forget(admitted)
         # Several ranks find out first whether it has failed on one of them.
-        local = self.transfer_queue.local if self.ranks.size == 1 else None
-        return admitted if local is None else [dr for dr in admitted if not local.agree(dr)]
+        alone = self.ranks.size == 1
+        return [dr for dr in admitted if not (alone and dr.entry.source is not None and dr.entry.source.agree(dr))]
 
     def _tend_tree(self) -> None:
         if self.admission.blocked is None and not self.retracted_queue:
@@ -432,9 +432,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         super().__init__(*args, **kwargs)
         KvTransferCounters.of(self.scheduler)
         self.quarantine: list[DecodeRequest] = []
-        # What is computed here in place of being sent; what bounds a step's time; what has arrived in this step.
+        # What bounds a step's time; what has arrived in this step.
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
-        self.local: LocalPrefills | None = None
         self.gate: ItlGate | None = None
         self.arrived: list[Req] = []
         self._collected = False
@@ -481,8 +480,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self._fail(decode_req)
                 ended.append(decode_req.req)
                 self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
-            elif decode_req.phase is LOCAL and self.local is not None and poll == KVPoll.Success:
-                self.local.agree(decode_req)
+            elif decode_req.phase is LOCAL and poll == KVPoll.Success:
+                decode_req.entry.source.agree(decode_req)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
                 still.append(decode_req)
             elif decode_req.is_aborted:
@@ -529,8 +528,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         """Abort a request whose transfer failed here or on another rank."""
         # Of those that waited for it, the first becomes the leader of the others.
         self.policy.leave(decode_req.entry)
-        if self.local is not None:
-            self.local.forget(decode_req)
+        if decode_req.entry is not None and decode_req.entry.source is not None:
+            decode_req.entry.source.forget(decode_req)
         abort_transfer(decode_req)
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
@@ -572,8 +571,3 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         queue.end_step()
         self.note_queue_step(thread_time.now() - began)
-
-    def get_next_disagg_decode_batch_to_run(self):
-        """Adds a step over remainders of prompts that are computed here; after each, requests that decode have one."""
-        batch = next_local_batch(self, self.disagg_decode_transfer_queue.local)
-        return super().get_next_disagg_decode_batch_to_run() if batch is None else batch

@@ -33,6 +33,7 @@ from sglang.srt.disaggregation.ttft_target import TtftTarget, late_by_turns
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.mem_cache.prefix_watch import PrefixWatches, Watch
     from sglang.srt.mem_cache.tier import Tier
 
@@ -224,9 +225,9 @@ class QueueEntry:
     takes_prefix: bool = False
     # Whether there are images in it.
     images: bool = False
-    # Whether they know it to drop a request that decode computes, and whether this one is.
-    peer_drops: bool = False
-    local: bool = False
+    # Sources beside its prefill that may bring its delta, as far as all TP ranks know; and the one that does, if any.
+    sources: Sequence[DeltaSource] = ()
+    source: DeltaSource | None = None
     # Its prompt in host memory, while it waits; and of that what it is admitted with, if it is more than the tree has.
     host_watch: Watch | None = None
     stored: PrefixPeek = NOTHING
@@ -248,6 +249,11 @@ class QueueEntry:
     admission: int = 0
     admitted_at: float = 0.0
     delta: int = 0
+
+    @property
+    def local(self) -> bool:
+        """Whether another source than its prefill brings its delta."""
+        return self.source is not None
 
     @property
     def waited_s(self) -> float:

@@ -46,7 +46,7 @@ class Agreement:
     """What all ranks know after the collective.
 
     low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
-    2: and drops what decode computes): of each request of the window, by MIN. same: for each candidate, whether all
+    2: and lets others bring its delta): of each request of the window, by MIN. same: for each candidate, whether all
     ranks' trees hold the same of it; alike: whether they do of all of the window. expired: the requests of the window,
     by index, that by the first rank's clock have waited long enough for what they wait for. measured: figures of 0 or
     more of the first rank.

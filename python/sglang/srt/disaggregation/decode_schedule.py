@@ -22,9 +22,10 @@ from sglang.srt.mem_cache.tier import NO_TIER
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Agreed", "Measured", "OwnFigures", "Schedule", "Window", "peer_drops", "priority_sign", "takes_prefix"]
+__all__ = ["Agreed", "Measured", "OwnFigures", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
 
 READY = Phase.READY
 # Places of the window that go by turns where the queue is longer than it: to those whose handshake is not done, and to
@@ -84,10 +85,9 @@ def takes_prefix(decode_req: DecodeRequest) -> bool:
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
-def peer_drops(decode_req: DecodeRequest) -> bool:
-    """Whether the prefill of a request drops it if its prompt is computed here."""
-    receiver = decode_req.kv_receiver
-    return takes_prefix(decode_req) and receiver.kv_mgr.prefills.drops(receiver.bootstrap_addr)
+def sources_of(decode_req: DecodeRequest, sources: Sequence[DeltaSource]) -> Sequence[DeltaSource]:
+    """Those of ``sources`` that may bring the delta of a request: all of them or none."""
+    return sources if takes_prefix(decode_req) and all(source.lets(decode_req) for source in sources) else ()
 
 
 def priority_sign(scheduler: Any) -> int:
@@ -113,16 +113,16 @@ class Schedule:
         policy: AdmissionPolicy,
         tree: DecodeRadixCache,
         priority_sign: Callable[[], int],
-        computes_here: bool = False,
+        sources: Sequence[DeltaSource] = (),
         measured: Sequence[Measured] = (),
     ):
         """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count.
 
-        computes_here: whether this worker computes prompts itself. measured: what ranks agree on beside the rest.
+        sources: of deltas, beside prefill. measured: what ranks agree on beside the rest.
         """
         self._measured = tuple(measured)
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
-        self._computes_here = computes_here
+        self._sources = sources
         # The last order of admission, and the state in which it was found.
         self._ordered: tuple[tuple, list[int]] | None = None
         # What the tree held of a window, by rank, and the state in which it did.
@@ -230,7 +230,7 @@ class Schedule:
             [self._held(entries[i]) for i in picked],
             polls,
             # What is less on one rank is so for all.
-            [takes_prefix(dr) + (self._computes_here and peer_drops(dr)) for dr in requests],
+            [takes_prefix(dr) + bool(sources_of(dr, self._sources)) for dr in requests],
             expired,
             [figure for one in self._measured for figure in one.own()],
             self._held_digest(entries),
@@ -245,9 +245,9 @@ class Schedule:
         if policy.may_follow:
             for entry, capable in zip(entries, told.capable, strict=True):
                 entry.takes_prefix = bool(capable)
-        if self._computes_here:
+        if self._sources:
             for entry, capable in zip(entries, told.capable, strict=True):
-                entry.peer_drops = capable > 1
+                entry.sources = self._sources if capable > 1 else ()
         for i in told.expired:
             # From the next step on; the order of this one is agreed.
             entries[i].give_up()

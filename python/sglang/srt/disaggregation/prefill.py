@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.kv_weights import know_weights
-from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.refusal import AT_FAULT
@@ -29,6 +28,7 @@ from sglang.srt.disaggregation.room_notes import COMPUTED
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
@@ -83,7 +83,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
             req.disagg_kv_sender.own_prompt = cache(partial(prompt_digests, req))
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
-            if self.reads is not None and may_compute(req):
+            if self.reads is not None and is_plain(req):
                 req.disagg_kv_sender.reading = DecodeRead(self.reads, req)
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):

@@ -8,7 +8,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.known_prefixes import unknown_above
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-    from sglang.srt.disaggregation.local_prefill import LocalPrefills
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
@@ -78,13 +78,13 @@ class PrefillDeltas:
         rows: Any,
         buffers: Any,
         buffer_indices: Any,
-        local: LocalPrefills | None = None,
+        sources: Sequence[DeltaSource] = (),
     ):
         """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these.
 
-        local: what computes prompts here, if anything.
+        sources: other ones of deltas.
         """
-        self._tree, self._rows, self._local = tree, rows, local
+        self._tree, self._rows, self._sources = tree, rows, sources
         self._buffers, self._buffer_indices = buffers, buffer_indices
         self._compares = compares_prompts()
         # Requests that have been admitted in this step.
@@ -175,9 +175,8 @@ class PrefillDeltas:
         return unknown_above(req.last_node) >= least
 
     def _writes(self, offered: npt.NDArray[np.int32], fence: Fence) -> bool:
-        """Whether a step in flight may still write to what is offered: of an answer, or of a prompt computed here."""
-        computing = self._local is not None and self._local.steps.launched > self._tree.written
-        return computing or fence.guards(offered, None)
+        """Whether a step in flight may still write to what is offered: of an answer, or what another source brings."""
+        return any(source.writes() for source in self._sources) or fence.guards(offered, None)
 
     def _expect_metadata(self, receiver: Any, index: int) -> None:
         """Have ``receiver`` look for its own room in buffer ``index``, and wait for its writers if it fails."""

@@ -21,7 +21,7 @@ class Phase(enum.Enum):
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
     ASKED = enum.auto()
-    # Or nobody is asked: this worker computes it, see local_prefill.py.
+    # Or prefill is asked for nothing: another source brings it, see `hooks.DeltaSource`.
     LOCAL = enum.auto()
     # Its KV is in the tree, and it waits for its prebuilt batch; or the step that computes it has been launched.
     COMMITTED = enum.auto()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sglang.srt.disaggregation.local_steps import end_local_step, has_prompts_to_compute, step_watchers, told_of
+from sglang.srt.disaggregation.local_steps import has_prompts_to_compute, step_watchers, told_of
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
@@ -180,22 +180,11 @@ class Scheduler(
             self._end_step()
         return super().update_running_batch(batch)
 
-    def _local_prefills(self):
-        """What computes remainders of prompts here; None where prefill computes all."""
-        queue = getattr(self, "disagg_decode_transfer_queue", None)
-        return None if queue is None else queue.local
-
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute, or reads from another or may be read from, is not idle."""
         queue = getattr(self, "disagg_decode_transfer_queue", None)
         busy = has_prompts_to_compute(queue) or (self.has_reads() and not for_health_check)
         return super().is_fully_idle(for_health_check) and not busy
-
-    def pause_generation(self, recv_req) -> None:
-        """A prompt of which a step has computed a part does not decode yet."""
-        if recv_req.mode != "in_place":
-            end_local_step(self, self._local_prefills())
-        super().pause_generation(recv_req)
 
     def end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do.

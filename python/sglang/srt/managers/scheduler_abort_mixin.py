@@ -60,13 +60,6 @@ class SchedulerAbortMixin(Base):
     def _abort(self, recv_req: Any, matches: Callable[[Any], bool], prefill: bool) -> None:
         leaving = [req for req in self.waiting_queue if matches(req)] if prefill else []
         super().abort_request(recv_req)
-        local = self._local_prefills()
-        if local is not None:
-            local.abort(matches)
-            for dr in [*self.disagg_decode_prealloc_queue.queue, *self.disagg_decode_transfer_queue.queue]:
-                if matches(dr.req):
-                    # The room of one that is computed here has ended: no reason is recorded of it.
-                    dr.lose(ABORTED)
         for req in leaving:
             if isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.abort()
@@ -136,7 +129,7 @@ def _spared_by_decode(scheduler: Any, rid: str) -> list[Any]:
     manager = prealloc.kv_manager
     queued = *prealloc.queue, *transfer.queue
     coming = {id(dr.req): dr for dr in queued if _is_longer(dr.req, rid)}
-    computed = [] if transfer.local is None else [one.req for one in transfer.local.waiting]
+    computed = [dr.req for source in transfer.hooks.source for dr in source().taken()]
     here = scheduler.waiting_queue, prealloc.retracted_queue, computed, _in_steps(scheduler)
     spared = [req for reqs in here for req in _longer(reqs, rid)]
 

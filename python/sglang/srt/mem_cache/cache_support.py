@@ -34,7 +34,6 @@ __all__ = [
     "check_not_turned_off",
     "check_tree",
     "markdown",
-    "may_compute_prompts",
 ]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -84,31 +83,6 @@ def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
     """What is refused with KV in host memory."""
     both = f"--enable-hierarchical-cache with {name}"
     return Rule(both, lambda args: args.enable_hierarchical_cache and used(args))
-
-
-def _computes(name: str, used: Callable[[ServerArgs], object]) -> Rule:
-    """What is refused where decode computes prompts."""
-    both = f"--disaggregation-decode-local-prefill with {name}"
-    return Rule(both, lambda args: args.disaggregation_decode_local_prefill not in (None, "off") and used(args))
-
-
-def _has_bounded_dispatch(args: ServerArgs) -> bool:
-    """Whether a step of more than some hundred tokens is an error in a layer of experts.
-
-    Of DeepEP's two ways the one for few tokens takes 128 a rank by default, and so do those of others, where one of
-    them is all that there is: the engine runs no step over prompts on a decode worker.
-    """
-    few = args.moe_a2a_backend == "deepep" and args.deepep_mode == "low_latency"
-    return few or args.moe_a2a_backend not in ("none", "deepep")
-
-
-def _skips_all_gather(args: ServerArgs) -> bool:
-    return envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()
-
-
-def may_compute_prompts(args: ServerArgs) -> bool:
-    """Whether decode computes short remainders of prompts where no option says whether it does."""
-    return not (_has_bounded_dispatch(args) or _skips_all_gather(args))
 
 
 def _several(option: str, name: str) -> Rule:
@@ -174,13 +148,6 @@ DECODE = CacheKind(
                     "--speculative-algorithm {args.speculative_algorithm} and --enable-custom-logit-processor",
                     lambda args: args.enable_custom_logit_processor,
                 ),
-                _computes(
-                    "--moe-a2a-backend {args.moe_a2a_backend} --deepep-mode {args.deepep_mode} (deepep with normal or "
-                    "auto is)",
-                    _has_bounded_dispatch,
-                ),
-                # Ranks that decode would take one way through DeepEP, and one that computes a prompt the other.
-                _computes("SGLANG_SCHEDULER_SKIP_ALL_GATHER", _skips_all_gather),
                 _several("--pipeline-parallel-size", "pp_size"),
                 _several("--attention-context-parallel-size", "attn_cp_size"),
                 Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),

@@ -54,4 +54,4 @@ class SchedulerMetricsMixin(engine.SchedulerMetricsMixin):
 
     def _computed_here(self) -> list[Req]:
         queue = getattr(self, "disagg_decode_transfer_queue", None)
-        return [] if queue is None or queue.local is None else queue.local.beside(queue.queue)
+        return [] if queue is None else [req for beside in queue.hooks.beside for req in beside(queue.queue)]

@@ -81,8 +81,8 @@ def _on_decode(scheduler: Any) -> list[InHand]:
     for each in transfers.queue:
         state = "local" if each.phase.name == "LOCAL" else "transfer"
         found.append(InHand(each.req, state, _prefix(each.req)))
-    if transfers.local is not None:
-        found += [InHand(req, "local", _prefix(req)) for req in transfers.local.beside(transfers.queue)]
+    for beside in transfers.hooks.beside:
+        found += [InHand(req, "local", _prefix(req)) for req in beside(transfers.queue)]
     found += [InHand(each.req, "quarantined", _prefix(each.req)) for each in transfers.quarantine]
     found += [InHand(req, "retracted") for req in waiting.retracted_queue]
     found += [InHand(req, "received", _prefix(req)) for req in scheduler.waiting_queue]

@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_budget import LiveReqs
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
-__all__ = ["NO_HOOKS", "CallHooks", "DecodeHooks", "Hooks", "register"]
+__all__ = ["NO_HOOKS", "CallHooks", "DecodeHooks", "DeltaSource", "Hooks", "register"]
 
 Point = TypeVar("Point")
 # Of each class of this module, what makes the hooks of extras.
@@ -77,10 +80,20 @@ class DecodeHooks:
     def began(self, reqs: Iterable[Req]) -> None:
         """Requests that had not begun are in the next step over prompts."""
 
+    # ---- where the delta of a request comes from ----
+
+    def source(self) -> DeltaSource:
+        """Returns a source beside prefill, the same each time."""
+        raise NotImplementedError
+
     # ---- requests in queues of an extra's own ----
 
     def reqs(self) -> Sequence[Req]:
         """Those that hold KV, do not decode, and are in no queue of the core's. The same on all ranks."""
+        raise NotImplementedError
+
+    def beside(self, queue: Sequence[DecodeRequest]) -> Sequence[Req]:
+        """Those that have not ended, do not decode, and are not in ``queue``, of transfers. On this rank."""
         raise NotImplementedError
 
     def begun(self) -> tuple[Sequence[Req], Sequence[Req]]:
@@ -89,4 +102,41 @@ class DecodeHooks:
 
     def in_step(self) -> Sequence[Req]:
         """Those in a step over prompts that is in flight."""
+        raise NotImplementedError
+
+
+class DeltaSource:
+    """What brings the part of a prompt that the tree lacks, in place of the request's prefill; see `PrefillDeltas`.
+
+    One rank's. Ranks ask in the same steps and must be answered alike, but for `lets`, which is reduced. A request that
+    it takes is in the phase `Phase.LOCAL` from `request` until it decodes.
+    """
+
+    def lets(self, decode_req: DecodeRequest) -> bool:
+        """Whether this source may bring the delta of a request, as far as its prefill goes. By MIN over the ranks."""
+        raise NotImplementedError
+
+    def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
+        """Whether it does, of a candidate for admission of which tree or tier hold ``found``. live: who has KV."""
+        raise NotImplementedError
+
+    def request(self, decode_req: DecodeRequest) -> None:
+        """Take in an admitted request: its prefix is locked, its memory allocated. What raises fails the request."""
+        raise NotImplementedError
+
+    def agree(self, decode_req: DecodeRequest) -> bool:
+        """No rank has lost the request. Returns whether it leaves the queue of transfers with that; if not, it is asked
+        again in the next step."""
+        raise NotImplementedError
+
+    def forget(self, decode_req: DecodeRequest) -> None:
+        """A request has failed before that."""
+        raise NotImplementedError
+
+    def taken(self) -> Sequence[DecodeRequest]:
+        """The requests that it has taken in and that are not committed, on this rank."""
+        raise NotImplementedError
+
+    def writes(self) -> bool:
+        """Whether a step in flight may write to pages that are in the tree already."""
         raise NotImplementedError

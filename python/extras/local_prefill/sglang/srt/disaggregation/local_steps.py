@@ -9,7 +9,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
@@ -57,10 +56,8 @@ def make_local_prefills(queue: Any) -> LocalPrefills | None:
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
     counters = KvTransferCounters.get(scheduler.server_args)
     queue.local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
-    return queue.local
-
-
-hooks.register(hooks.DecodeHooks, make_local_prefills)
+    local: LocalPrefills = queue.local
+    return local
 
 
 def measured(queue: Any) -> list[Any]:

@@ -16,7 +16,6 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
-from sglang.srt.disaggregation.local_prefill import may_compute
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE
 from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -24,6 +23,7 @@ from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_samples import Manager, answers, body, until
@@ -258,8 +258,8 @@ def plain(**more: Any) -> Any:
 
 
 def test_requests_that_need_prefill():
-    assert may_compute(plain()) and may_compute(plain(return_logprob=True))
-    assert may_compute(plain(return_logprob=True, logprob_start_len=-1))
+    assert is_plain(plain()) and is_plain(plain(return_logprob=True))
+    assert is_plain(plain(return_logprob=True, logprob_start_len=-1))
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
     for more in (
@@ -273,7 +273,7 @@ def test_requests_that_need_prefill():
         {"token_type_ids": [0]},
         {"bootstrap_host": FAKE_BOOTSTRAP_HOST},
     ):
-        assert not may_compute(plain(**more)), more
+        assert not is_plain(plain(**more)), more
 
 
 # ---- what prefill has seen ----

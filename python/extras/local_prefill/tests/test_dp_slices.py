@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.disaggregation import local_steps
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS
 from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.local_policy import Bucket, Policy
 from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
@@ -35,7 +36,7 @@ class Rank:
         admission = SimpleNamespace(transfers=SimpleNamespace(short=lambda: None))
         self.local = LocalPrefills(tree, None, admission, None, Policy.of("auto"), True)
         for _ in range(16):
-            req = SimpleNamespace(origin_input_ids=[0] * 128, to_finish=None, lora_id=None)
+            req = SimpleNamespace(origin_input_ids=[0] * 128, to_finish=None)
             self.local.waiting.append(LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True))
         reqs = step(running, None).reqs
         self.scheduler = SimpleNamespace(
@@ -43,7 +44,7 @@ class Rank:
             req_to_token_pool=SimpleNamespace(size=64),
             max_running_requests=64,
             waiting_queue=[],
-            enable_lora=False,
+            disagg_decode_transfer_queue=SimpleNamespace(hooks=NO_HOOKS),
         )
 
     def next_step(self) -> int:

@@ -20,24 +20,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, Policy
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_time import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
+    from sglang.srt.disaggregation.decode_budget import LiveReqs
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
-__all__ = ["LocalPrefills", "LocalReq", "Slice", "may_compute", "needs_prefill"]
+__all__ = ["LocalPrefills", "LocalReq", "Slice", "needs_prefill"]
 
 
 def needs_prefill(model: str | None) -> str | None:
@@ -45,14 +46,6 @@ def needs_prefill(model: str | None) -> str | None:
     if model is None:
         return None
     return f"{model} of a prefix, which a step over the rest would start from, are not kept on decode"
-
-
-def may_compute(req: Req) -> bool:
-    """Whether nothing in a request needs prefill: what it says of the prompt itself, or what is no token."""
-    in_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    extra = in_prompt or req.return_hidden_states or req.return_routed_experts or req.is_prefill_only
-    other = req.input_embeds is not None or req.multimodal_inputs is not None or req.session is not None
-    return not (extra or other or req.token_type_ids is not None or is_warmup(req))
 
 
 @dataclasses.dataclass(eq=False)
@@ -161,7 +154,7 @@ class PromptPages:
         return req.origin_input_ids[: end + 1 if self._tree.is_eagle else end]
 
 
-class LocalPrefills(DecodeHooks):
+class LocalPrefills(DecodeHooks, DeltaSource):
     """The requests of one decode rank that are computed here, from admission until they decode."""
 
     def __init__(
@@ -226,11 +219,35 @@ class LocalPrefills(DecodeHooks):
         queued = {id(decode_req.req) for decode_req in queue}
         return [req for key, req in found.items() if key not in queued and not req.finished()]
 
+    # ---- the source of a delta ----
+
+    def source(self) -> DeltaSource:
+        """This worker."""
+        return self
+
+    def lets(self, decode_req: DecodeRequest) -> bool:
+        """Whether its prefill drops a request that is computed here."""
+        receiver = decode_req.kv_receiver
+        drops: bool = receiver.kv_mgr.prefills.drops(receiver.bootstrap_addr)
+        return drops
+
+    def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
+        """Whether ``req``, of which the tree holds ``found``, is computed here."""
+        return self.should_compute(req, found, lambda: len(live().running))
+
+    def taken(self) -> list[DecodeRequest]:
+        """The requests of whose prompts a part is left to compute."""
+        return [one.decode_req for one in self.waiting]
+
+    def writes(self) -> bool:
+        """Whether a step over prompts is in flight: what it computes is in the tree from its launch on."""
+        return self.steps.launched > self._tree.written
+
     def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], int]) -> bool:
         """Whether ``req``, of which the tree holds ``found``, is computed here. others: requests that decode."""
         # Of a full hit, the last page is computed anew.
         delta = len(req.origin_input_ids) - found.length or self._tree.page_size
-        if delta > self.policy.most or not may_compute(req):
+        if delta > self.policy.most or not is_plain(req):
             return False
         decoding = max(others(), self.ranks.decoding)
         most = self.policy.slice
@@ -247,8 +264,6 @@ class LocalPrefills(DecodeHooks):
         wait = self.bucket.wait(self._takes, decoding) if paced else 0
         self._wait = wait or 0
         return wait is not None
-
-    # ---- admission: see `PrefillDeltas` ----
 
     def request(self, decode_req: DecodeRequest) -> None:
         """Take in a request that has its memory, and have its prefill drop it.

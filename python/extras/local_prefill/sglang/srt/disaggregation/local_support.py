@@ -1,0 +1,64 @@
+"""Where decode computes no prompts, and with which options it is refused.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.cache_support import FLAG, CacheKind, Refused, Rule
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["LOCAL", "OPTION", "may_compute_prompts"]
+
+OPTION = "--disaggregation-decode-local-prefill"
+
+
+def _computes(name: str, used: Callable[[ServerArgs], object]) -> Rule:
+    """What is refused where decode computes prompts."""
+    both = f"{OPTION} with {name}"
+    return Rule(both, lambda args: args.disaggregation_decode_local_prefill not in (None, "off") and used(args))
+
+
+def _has_bounded_dispatch(args: ServerArgs) -> bool:
+    """Whether a step of more than some hundred tokens is an error in a layer of experts.
+
+    Of DeepEP's two ways the one for few tokens takes 128 a rank by default, and so do those of others, where one of
+    them is all that there is: the engine runs no step over prompts on a decode worker.
+    """
+    few = args.moe_a2a_backend == "deepep" and args.deepep_mode == "low_latency"
+    return few or args.moe_a2a_backend not in ("none", "deepep")
+
+
+def _skips_all_gather(args: ServerArgs) -> bool:
+    return envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()
+
+
+def may_compute_prompts(args: ServerArgs) -> bool:
+    """Whether decode computes short remainders of prompts where no option says whether it does."""
+    return not (_has_bounded_dispatch(args) or _skips_all_gather(args))
+
+
+LOCAL = CacheKind(
+    f"decode with {OPTION}",
+    "as without",
+    (
+        Refused(
+            f"{FLAG} is not verified together with {{name}}. Leave one of the two out.",
+            (
+                _computes(
+                    "--moe-a2a-backend {args.moe_a2a_backend} --deepep-mode {args.deepep_mode} (deepep with normal or "
+                    "auto is)",
+                    _has_bounded_dispatch,
+                ),
+                # Ranks that decode would take one way through DeepEP, and one that computes a prompt the other.
+                _computes("SGLANG_SCHEDULER_SKIP_ALL_GATHER", _skips_all_gather),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,57 @@
+"""The option for prompts that decode computes itself.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from sglang.srt import server_args as engine
+from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.cache_support import FLAG
+
+__all__ = ["ServerArgs"]
+
+OPTION = "--disaggregation-decode-local-prefill"
+
+
+@dataclasses.dataclass
+class ServerArgs(engine.ServerArgs):
+    """Server arguments with what decode computes itself."""
+
+    disaggregation_decode_local_prefill: str | None = None
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds the option."""
+        engine.ServerArgs.add_cli_args(parser)
+        parser.add_argument(
+            OPTION,
+            metavar="off|auto|N",
+            help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
+            "place of asking prefill for it. auto, the default: up to 128 tokens, as often as decode steps hardly "
+            "feel, and not where prefill computes on the same GPU. N: up to N tokens, in any case. off: never.",
+        )
+
+    def _handle_pd_disaggregation(self) -> None:
+        """Adds that the option needs the flag."""
+        given, has_flag = self.disaggregation_decode_local_prefill, self.disaggregation_decode_enable_radix_cache
+        if given not in (None, "off", "false") and not has_flag:
+            raise ValueError(f"{OPTION} needs {FLAG}. Give both to the decode worker.")
+        super()._handle_pd_disaggregation()
+
+    def _check_decode_radix_cache(self) -> None:
+        """Adds what the option takes, and settles its default."""
+        # Not at the top: they need the engine's modules, which need this one.
+        from sglang.srt.disaggregation.local_policy import Policy
+        from sglang.srt.disaggregation.local_support import LOCAL, may_compute_prompts
+
+        given = self.disaggregation_decode_local_prefill
+        if Policy.of("auto" if given is None else given) is None:
+            given = self.disaggregation_decode_local_prefill = "off"
+        super()._check_decode_radix_cache()
+        cache_support.check(LOCAL, self)
+        if given is None:
+            self.disaggregation_decode_local_prefill = "auto" if may_compute_prompts(self) else "off"
