@@ -117,7 +117,6 @@ def test_a_target_is_a_time_and_needs_the_flag(parse, name):
         (["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mori"], "mori"),
         (["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"], "fake"),
         ([*DECODE, "--disable-radix-cache"], "--disable-radix-cache"),
-        ([*DECODE, "--enable-hierarchical-cache", "--hicache-ratio", "1"], "--hicache-ratio is 1: host memory"),
         ([*DECODE, "--enable-lmcache"], "--enable-lmcache"),
         ([*DECODE, "--enable-streaming-session"], "--enable-streaming-session"),
         ([*DECODE, "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
