@@ -13,7 +13,7 @@ import os
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG, READ_FLAG
+from sglang.srt.mem_cache.cache_support import FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.patching import loader
@@ -67,8 +67,6 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-admission needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_max_overtaken != DEFAULT_MAX_OVERTAKEN:
         raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_verify_pages:
-        raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_itl_target is not None:
         raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_ttft_target is not None:
@@ -94,10 +92,8 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
-    disaggregation_decode_verify_pages: bool = False
     disaggregation_decode_itl_target: float | None = None
     disaggregation_decode_ttft_target: float | None = None
-    disaggregation_prefill_read_decode: int | None = None
     kv_namespace: str = ""
     # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
     keyed = False
@@ -138,20 +134,7 @@ class ServerArgs(engine.ServerArgs):
             help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
             "earlier; then it goes first. 0: none.",
         )
-        parser.add_argument(
-            "--disaggregation-decode-verify-pages",
-            action="store_true",
-            help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
-            "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
-        )
         _add_targets(parser)
-        parser.add_argument(
-            READ_FLAG,
-            type=int,
-            metavar="N",
-            help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
-            "place of computing it, where that is N tokens or more.",
-        )
         parser.add_argument(
             "--kv-namespace",
             default="",
@@ -173,11 +156,6 @@ class ServerArgs(engine.ServerArgs):
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
-        if self.disaggregation_prefill_read_decode is not None:
-            if self.disaggregation_prefill_read_decode < 1:
-                raise ValueError(f"{READ_FLAG} is {self.disaggregation_prefill_read_decode}: give 1 token or more.")
-            cache_support.check_not_turned_off(READ_FLAG, self)
-            cache_support.check(cache_support.READS, self)
         if not self.disaggregation_decode_enable_radix_cache:
             _check_flag_is_there(self)
             super()._handle_pd_disaggregation()
@@ -250,9 +228,5 @@ class ServerArgs(engine.ServerArgs):
             request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
-        for option, given in (
-            (FLAG, self.disaggregation_decode_enable_radix_cache),
-            (READ_FLAG, self.disaggregation_prefill_read_decode is not None),
-        ):
-            if given:
-                cache_support.check_not_turned_off(option, self)
+        if self.disaggregation_decode_enable_radix_cache:
+            cache_support.check_not_turned_off(FLAG, self)

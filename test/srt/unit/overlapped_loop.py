@@ -264,9 +264,6 @@ class Loop(World):
     def running(self) -> list[Req]:
         return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
 
-    def still_written(self) -> set[int]:
-        return {slot for slot, _ in self.in_flight.written} if self.in_flight else set()
-
     def ask_for_update(self) -> UpdateWeightFromDiskReqInput:
         """As the tokenizer manager, which does not know of requests whose clients have left."""
         request = UpdateWeightFromDiskReqInput(model_path="")

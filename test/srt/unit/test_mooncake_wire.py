@@ -38,9 +38,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVSender,
     TransferInfo,
 )
-from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from waiting import until
 from wire_ends import Ends, first_pages, keep_threads_out
 
@@ -48,7 +46,6 @@ from sglang_pd_radix.tools.cluster import free_ports
 
 ENGINE_RECEIVER = engine_class(MooncakeKVReceiver)
 ADDR = "10.0.0.9:8998"
-DIGESTS = Capabilities(version=1, digests=True)
 LAYERS, HEADS, HEAD_BYTES, NUM_PAGES, NUM_AUX = 2, 4, 8, 64, 8
 
 
@@ -85,13 +82,10 @@ class Library:
 
 class Counters:
     def __init__(self) -> None:
-        self.sent_bytes = self.saved_bytes = self.runs = self.mismatches = self.state_bytes = self.lost_peers = 0
+        self.sent_bytes = self.saved_bytes = self.runs = self.state_bytes = self.lost_peers = 0
 
     def lost_peer(self) -> None:
         self.lost_peers += 1
-
-    def mismatched(self) -> None:
-        self.mismatches += 1
 
     def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
         self.runs += runs
@@ -405,7 +399,6 @@ def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
         rank_port=77,
         enable_staging=False,
         staging=None,
-        page_digests=None,
         prefills=SimpleNamespace(of=lambda addr: Capabilities(version=1)),
         awaited_rooms=AwaitedRooms(),
     )
@@ -426,12 +419,6 @@ def test_a_message_without_a_prefix_is_the_engines_and_one_with_it_only_appends(
     assert short == engines and len(short[0]) == 8
     assert long == [engines[0] + [b"128", b"1" if dummy else b"0"]]
     assert TransferInfo.from_zmq(short[0]).decode_prefix_len is None
-    assert not TransferInfo.from_zmq(long[0]).wants_digest
-    receiver.kv_mgr.page_digests, receiver.kv_mgr.prefills = object(), SimpleNamespace(of=lambda addr: DIGESTS)
-    receiver.bootstrap_addr = ADDR
-    verified = frames_of(receiver, lambda: receiver.send_metadata(indices, 3, states, decode_prefix_len=128))
-    assert verified == [long[0] + [b"digest"]]
-    assert TransferInfo.from_zmq(verified[0]).wants_digest
     info = TransferInfo.from_zmq(long[0])
     assert (info.decode_prefix_len, info.is_dummy) == (128, dummy)
     assert info.dst_kv_indices.tolist() == ([] if dummy else [5, 6, 9])
@@ -450,7 +437,7 @@ def test_a_message_that_cannot_be_right_is_refused(frame: int, value: bytes) -> 
         TransferInfo.from_zmq([*GOOD[:frame], value, *GOOD[frame + 1 :]])
     with pytest.raises(ValueError):
         TransferInfo.from_zmq(GOOD[:9])
-    for more in ([b""], [b"1"], [b"digest", b""]):
+    for more in ([b""], [b"1"], [b"1", b""]):
         with pytest.raises(ValueError):
             TransferInfo.from_zmq([*GOOD, *more])
 
@@ -581,67 +568,7 @@ def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
     # Of extras there may be more.
-    assert answer.items() >= {"version": 1, "digests": 1, "queued": 1, "drops": 1, "state": 1, "prompts": 2}.items()
-
-
-# ---- digests of pages ----
-
-
-def verified(world: World) -> World:
-    """Every rank computes digests of its pages, and decode asks for them."""
-    for rank in (*world.prefill, *world.decode):
-        slots = [torch.from_numpy(pool).view(-1, *pool.shape[2:]) for pool in rank.kv]
-        pool = object.__new__(MHATokenToKVPool)
-        half = len(slots) // 2
-        pool.k_buffer, pool.v_buffer, pool.page_size = slots[:half], slots[half:], world.page_size
-        pool.start_layer = rank.manager.kv_args.prefill_start_layer
-        num_layers = rank.manager.num_layers if rank.manager.pp_size > 1 else None
-        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, HEADS, num_layers)
-    return world
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
-def test_pages_that_have_arrived_are_verified(monkeypatch, prefill_tp: int, decode_tp: int) -> None:
-    world = verified(World(monkeypatch, prefill_tp=prefill_tp, decode_tp=decode_tp))
-    good, bad = world.request(1, 22, 4), world.request(2, 22, 4, aux=1)
-    good.bootstrap().send(3, 4)
-    good.finish()
-    good.assert_landed()
-    bad.bootstrap().send(3)
-    bad.wait_senders(KVPoll.Success)
-    until(lambda: all(room_ended(rank, 2) for rank in world.decode), "all ranks of prefill have said so")
-    last = world.decode[-1]
-    last.kv[1][bad.decode_pages[2], 3, 0, 5] ^= 1
-    assert bad.receivers[-1].poll() == KVPoll.Failed
-    assert [receiver.poll() for receiver in bad.receivers[:-1]] == [KVPoll.Success] * (decode_tp - 1)
-    head = (decode_tp - 1) * HEADS // decode_tp
-    (reason,) = reasons(bad.receivers[-1:])
-    assert f"KV head {head} is not what prefill sent" in reason
-    assert last.manager.counters.mismatches == 1
-    for end in (*bad.senders, *bad.receivers):
-        end.clear()
-    for receiver in bad.receivers:
-        receiver.end()
-    for rank in world.prefill:
-        until(lambda rank=rank: not rank.manager.queued.claims, "no digest stays behind")
-    assert not any(rank.manager.awaited_rooms.told for rank in world.decode)
-    world.assert_books_closed()
-    world.close()
-
-
-def room_ended(rank: Rank, room: int) -> bool:
-    return rank.manager.request_status.get(room) == KVPoll.Success
-
-
-def test_a_success_without_the_digest_that_was_asked_for_fails(world: World) -> None:
-    verified(world)
-    for rank in world.prefill:
-        monkey = rank.manager.page_digests
-        monkey.claim = lambda digests: None
-    request = world.request(1, 8, 0)
-    request.bootstrap().send()
-    request.wait_receivers(KVPoll.Failed)
-    assert "prefill sent no digest of KV head 0" in reasons(request.receivers)[0]
+    assert answer.items() >= {"version": 1, "queued": 1, "drops": 1, "state": 1, "prompts": 2}.items()
 
 
 # ---- failures ----

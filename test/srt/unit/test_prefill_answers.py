@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 
 
-def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, list[Capabilities]]:
+def ask(status: int, body: Any) -> tuple[int | None, list[Capabilities]]:
     """The version that decode takes the prefill to have, and what it has noted of it after that."""
 
     class Bootstrap(BaseHTTPRequestHandler):
@@ -43,7 +43,7 @@ def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, li
     server = HTTPServer(("127.0.0.1", 0), Bootstrap)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     own = SimpleNamespace(speculative_algorithm=None)
-    peers = PrefillPeers(lambda: own, lambda: has_state, lambda: False, lambda addr: True)
+    peers = PrefillPeers(lambda: own, lambda addr: None, lambda addr: True)
     try:
         return peers.ask_for_prefix(f"127.0.0.1:{server.server_port}"), list(peers.capabilities.values())
     finally:
@@ -57,30 +57,24 @@ def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     ascend = importlib.import_module("sglang.srt.disaggregation.ascend.conn").AscendKVBootstrapServer
     assert ascend.decode_prefix_version == 0
-    assert not (ascend.sends_digests or ascend.hears_of_waiting)
+    assert not ascend.hears_of_waiting
     for server in (MooncakeKVBootstrapServer, NixlKVBootstrapServer):
         assert server.decode_prefix_version == DECODE_PREFIX_VERSION
-        assert server.sends_digests and server.hears_of_waiting
+        assert server.hears_of_waiting
 
 
 def test_a_prefill_that_understands_it():
     version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
     assert version == DECODE_PREFIX_VERSION and found.takes_prefix
-    assert found.queued and not found.digests
-
-
-@pytest.mark.parametrize("can", ["digests", "stage_digests"])
-def test_either_kind_of_digest_will_do(can):
-    _, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, can: True})
-    assert found.digests and not found.queued
+    assert found.queued and not found.drops
 
 
 def test_what_an_extra_listens_for_is_noted(monkeypatch):
     monkeypatch.setattr(prefill_peers, "_others", set())
     prefill_peers.listen_for("tea")
-    assert parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 1, "cake": 1}, False).others == {"tea"}
-    assert not parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 0}, False).others
-    assert not parse_capabilities({"version": 0, "tea": 1}, False).others
+    assert parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 3, "cake": 1}).others == {"tea": 3}
+    assert not parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 0}).others
+    assert not parse_capabilities({"version": 0, "tea": 1}).others
 
 
 @pytest.mark.parametrize(
@@ -96,7 +90,7 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
 def answer_of(cp_size: int | None, pp_size: int | None) -> dict[str, int | str]:
     """What a prefill of this process says of itself."""
     timeouts = RegisteredRanks().timeouts()
-    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, True, timeouts))
+    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, timeouts))
 
 
 def test_one_that_is_starting_has_not_answered():
@@ -275,12 +269,12 @@ def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypa
     for rank, device in enumerate([*devices, None]):
         said = {} if device is None else {"device": device}
         ranks.note({**place, "attn_tp_rank": rank, bootstrap_routes.RANK_VERSION: DECODE_PREFIX_VERSION, **said})
-    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, {}, ranks.devices()))
+    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, {}, ranks.devices()))
     assert answer.get("devices", []) == devices
     own = SimpleNamespace(disaggregation_decode_local_prefill=asked)
     monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")
-    peers = PrefillPeers(lambda: own, lambda: False, lambda: False, lambda addr: True)
-    peers.capabilities["here"] = parse_capabilities(answer, False)
+    peers = PrefillPeers(lambda: own, lambda addr: None, lambda addr: True)
+    peers.capabilities["here"] = parse_capabilities(answer)
     assert peers.drops("here") == (asked != "auto" or "bb" not in devices)
     assert not peers.drops("elsewhere")
 
@@ -335,7 +329,7 @@ def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
     monkeypatch.setattr(prefill_peers, "nothing_listens", lambda host, port: False)
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(prefill_peers, "time", clock)
-    peers = PrefillPeers(lambda: None, lambda: False, lambda: False, lambda addr: True)
+    peers = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
     for _ in range(3):
         peers.query("127.0.0.1:1")
     # It is still being asked when it might be asked again.
@@ -366,7 +360,7 @@ class Strangers:
         monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: self._ask(work))
         monkeypatch.setattr(prefill_peers, "nothing_listens", lambda host, port: port % 2 == 0)
         monkeypatch.setattr(PrefillPeers, "ask_for_prefix", self._answer)
-        self.peers = PrefillPeers(lambda: None, lambda: False, lambda: False, self._shake)
+        self.peers = PrefillPeers(lambda: None, lambda addr: None, self._shake)
 
     def _ask(self, work: Any) -> None:
         if self.asking in self.holds:

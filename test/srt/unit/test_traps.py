@@ -220,7 +220,6 @@ def bare_receiver() -> NixlKVReceiver:
     receiver = object.__new__(NixlKVReceiver)
     receiver.kv_mgr = SimpleNamespace(
         local_ip="10.0.0.1",
-        page_digests=None,
         rank_port=77,
         agent=SimpleNamespace(name="decode"),
         awaited_rooms=set(),
@@ -559,7 +558,6 @@ def test_trap_15_nothing_is_called_lost_while_transfers_are_under_way():
 class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
-    digest_pages = None
     once_metadata_landed = CommonKVReceiver.once_metadata_landed
 
     @property

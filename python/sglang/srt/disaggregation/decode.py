@@ -37,9 +37,7 @@ from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedu
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.itl_gate import ItlGate
-from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.local_steps import measured
-from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
@@ -223,7 +221,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
-        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, sources)
+        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, self.transfer_queue.hooks)
         figures = measured(self.transfer_queue)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         self.admission = Admission(
@@ -232,18 +230,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.resumption = Resumption(
             tree, self.accounts, self.memory, lambda: joins(self.scheduler, self.transfer_queue.hooks), gate
         )
-
-    def _init_kv_manager(self):
-        """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
-        manager = know_weights(super()._init_kv_manager(), self.scheduler)
-        if self.scheduler.server_args.disaggregation_decode_verify_pages:
-            manager.page_digests = PageDigests.of_rank(
-                self.token_to_kv_pool,
-                manager.attn_tp_rank,
-                manager.attn_tp_size,
-                self.scheduler.model_config.get_total_num_kv_heads(),
-            )
-        return manager
 
     # ---- requests that come ----
 

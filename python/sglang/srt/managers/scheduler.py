@@ -177,10 +177,9 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         return super().update_running_batch(batch)
 
     def is_fully_idle(self, for_health_check=False) -> bool:
-        """A worker that has a prompt to compute, or reads from another or may be read from, is not idle."""
+        """A worker that has a prompt to compute is not idle."""
         queue = getattr(self, "disagg_decode_transfer_queue", None)
-        busy = has_prompts_to_compute(queue) or (self.has_reads() and not for_health_check)
-        return super().is_fully_idle(for_health_check) and not busy
+        return super().is_fully_idle(for_health_check) and not has_prompts_to_compute(queue)
 
     def end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do.

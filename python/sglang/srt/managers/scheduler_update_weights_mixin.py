@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_update_weights_mixin as engine
 
@@ -99,7 +98,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         """One of its actions overwrites the weights, at once and whatever is under way."""
         if recv_req.action == "reset_tensors":
             self.before_weight_update()
-            weights_of(self.kv_manager()).changing()
+            self.weights_changing()
         return super().check_weights(recv_req)
 
     def before_weight_update(self) -> None:
@@ -107,6 +106,9 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         tier = getattr(self.tree_cache, "tier", None)
         if tier is not None:
             tier.stop()
+
+    def weights_changing(self) -> None:
+        """The weights are about to change, or to be taken away, whatever comes of it. For extras."""
 
     def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
         return self._when_idle(Postponed(partial(self._update, update), recv_req, recv_req.flush_cache))
@@ -117,7 +119,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     def _change(self, update: Callable[[Any], Any], recv_req):
         """With memory that is given back go the weights; what is there when it is taken again may be others."""
-        weights_of(self.kv_manager()).changing()
+        self.weights_changing()
         return update(recv_req)
 
     def _when_idle(self, one: Postponed):

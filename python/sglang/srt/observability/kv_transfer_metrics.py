@@ -25,7 +25,7 @@ class KvTransferCounters:
     """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
 
     The engine's multiprocess exporter adds up what the ranks count. Requests and their tokens are the same on all TP
-    ranks, so the one that answers clients counts them; bytes, runs, peers and digests each rank counts for itself.
+    ranks, so the one that answers clients counts them; bytes, runs and peers each rank counts for itself.
     """
 
     _made: dict[tuple[str, str], KvTransferCounters] = {}
@@ -99,7 +99,6 @@ class KvTransferCounters:
                 "decode_following_seconds", "Time that requests waited for transfers of others, summed."
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
-            self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
             self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds, where one is set.")
             self._step = gauge("decode_step_seconds", "Mean time of the last steps, where an ITL target is set.")
             self._predicted = gauge(
@@ -186,10 +185,6 @@ class KvTransferCounters:
             self._followed.inc()
             self._not_sent_twice.inc(max(num_tokens, 0))
             self._following.inc(seconds)
-
-    def mismatched(self) -> None:
-        if self.enabled:
-            self._mismatched.inc()
 
     def overtaken(self, num_requests: int) -> None:
         if self._counts_requests:

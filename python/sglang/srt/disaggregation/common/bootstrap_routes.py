@@ -195,7 +195,6 @@ async def capabilities(
     version: int,
     cp_size: int | None,
     pp_size: int | None,
-    digests: bool,
     queued: bool,
     timeouts: Mapping[str, int],
     devices: Sequence[str] = (),
@@ -203,9 +202,8 @@ async def capabilities(
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
-    before they have all registered. digests, queued: whether the backend sends digests of pages, and hears from
-    decode what waits there. timeouts: of the ranks (`RegisteredRanks.timeouts`). devices: that they compute on. Raises
-    HTTPServiceUnavailable before that.
+    before they have all registered. queued: whether the backend hears from decode what waits there. timeouts: of the
+    ranks (`RegisteredRanks.timeouts`). devices: that they compute on. Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -215,7 +213,6 @@ async def capabilities(
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
     whole = pp_size == 1
     can = {
-        "digests" if whole else "stage_digests": digests,
         "queued": queued,
         # Stages would have to agree, and of several fronts only one learns of it.
         "drops": whole and cp_size == 1 and _fronts() == 1,
@@ -228,9 +225,6 @@ async def capabilities(
         answer["devices"] = [*devices]
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
-    reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)
-    if reads is not None:
-        answer["reads"] = reads
     # Of the process that the server is part of.
     drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
     draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""

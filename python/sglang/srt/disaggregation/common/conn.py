@@ -7,9 +7,9 @@ of pipeline stages: #28229 (open).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +33,11 @@ from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSock
 from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, Unclaimed, fail_lost_prefills
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
+from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters, count_transfer
 from sglang.srt.utils.network import NetworkAddress
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.page_digest import PageDigests
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +66,8 @@ class CommonKVManager(engine.CommonKVManager):
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
         # Before the engine's: its last step starts threads that may use them.
-        # This worker's own digests of pages, and on prefill the layers of the whole model with KV (None where that is
-        # not known): both set by the queue that makes this manager.
-        self.page_digests: PageDigests | None = None
+        # On prefill the layers of the whole model with KV, None where that is not known: the queue that makes this
+        # manager sets it.
         self.num_layers: int | None = None
         # What is sent to peers goes over these, which know who of them is lost.
         self.peer_sockets = PeerSockets(CommonKVReceiver._ctx, answer_s())
@@ -85,8 +82,7 @@ class CommonKVManager(engine.CommonKVManager):
         # Decode: what it knows of prefills, and what leads to them.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
-            lambda: self.has_state,
-            lambda: self.page_digests is not None,
+            self.met_prefill,
             lambda addr: engine.CommonKVManager.try_ensure_parallel_info(self, addr),
             self.requests.get,
         )
@@ -102,6 +98,9 @@ class CommonKVManager(engine.CommonKVManager):
             lost_peer, unclaimed = self.counters.lost_peer, Unclaimed(self)
             self.decode_watch = DecodeWatch(self.peer_sockets, self.rooms, self._askers, unclaimed, lost_peer)
             self.peer_sockets.start(self.decode_watch.check)
+
+    def met_prefill(self, addr: str) -> None:
+        """Hands have been shaken with a prefill that takes a prefix: `prefills` knows what it can do. In a thread."""
 
     def _connect(self, endpoint: str, is_ipv6: bool = False):
         """Replaces the engine's sockets, which stay for good."""
@@ -276,7 +275,7 @@ class CommonKVManager(engine.CommonKVManager):
 
     # Whether rooms are ended here, which Mori does not. Attributes with an entry for each live room, or a set by peer.
     ends_rooms = False
-    room_books: tuple[str, ...] = (*ENGINE_BOOKS, "reads")
+    room_books: tuple[str, ...] = ENGINE_BOOKS
 
     def rooms_held(self) -> dict[str, int]:
         """How many rooms each book of this worker mentions; when idle, those that only decode has asked for."""
@@ -294,17 +293,19 @@ class CommonKVManager(engine.CommonKVManager):
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
         count_transfer(self.counters, self.kv_args, theirs, sent_pages, saved_pages, runs, states)
 
-    def digest(
-        self, room: int, infos: Iterable, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
-    ) -> str | None:
-        """Add a chunk to the digest of what ``room`` sends; with the last one, what to tell those who asked for it.
+    def answers(
+        self, room: int, infos: Sequence, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
+    ) -> dict[bytes, str]:
+        """What those who ``room`` is sent to are told with a chunk, by the part of their requests that it answers.
 
-        infos: decode ranks that this rank sends to. first_page: place of the chunk in the delta. For the scheduler,
-        before it sends the chunk. Raises ValueError where this worker's pool has no digests.
+        infos: of decode ranks that this rank sends to. The rest as in `MessagePart`. Raises ValueError.
         """
-        if not any(info.wants_digest for info in infos):
-            return None
-        return self.rooms.live[room].add_chunk(self.page_digests, kv_indices, first_page, is_last)
+        said: dict[bytes, str] = {}
+        for part in hooks.parts():
+            if part.answer is not None and any(part.tag in info.parts for info in infos):
+                answer = part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
+                said |= {} if answer is None else {part.tag: answer}
+        return said
 
 
 class CommonKVSender(DeltaSender, engine.CommonKVSender):
@@ -339,7 +340,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
 
     # 0: the backend does not. The rest as in `capabilities`.
     decode_prefix_version = 0
-    sends_digests = hears_of_waiting = False
+    hears_of_waiting = False
 
     def __init_subclass__(cls, **options) -> None:
         """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas.
@@ -347,7 +348,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         But for one that is laid over another of its name.
         """
         super().__init_subclass__(**options)
-        for name in ("decode_prefix_version", "sends_digests", "hears_of_waiting"):
+        for name in ("decode_prefix_version", "hears_of_waiting"):
             if name not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
                 setattr(cls, name, getattr(CommonKVBootstrapServer, name))
 
@@ -382,6 +383,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         if self.ranks.complaint is not None and not complete:
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
         version = self.decode_prefix_version if self.ranks.take_prefix else 0
-        able = self.sends_digests, self.hears_of_waiting
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(version, cp_size, self.pp_size, *able, self.ranks.timeouts(), self.ranks.devices())
+        return await capabilities(
+            version, cp_size, self.pp_size, self.hears_of_waiting, self.ranks.timeouts(), self.ranks.devices()
+        )

@@ -39,28 +39,25 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """What a prefill says that it can do.
 
-    version: of the decode prefix that it understands, 0 for none. digests: it sends digests of pages. queued: it wants
-    to hear what waits on decode. drops: it drops a request whose prompt decode computes. drafts, draft_model: what it
-    speculates with, empty without. reads: it reads KV that it lacks from decode, where that is so many tokens or more;
-    0 where it does not. prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which
-    it may write for a request that it has been asked for, and for which it leaves one of which decode does not speak; 0
-    where it does not say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or
-    where it does not say. devices: that its ranks compute on, by `own_device`. others: see `listen_for`.
+    version: of the decode prefix that it understands, 0 for none. queued: it wants to hear what waits on decode. drops:
+    it drops a request whose prompt decode computes. drafts, draft_model: what it speculates with, empty without.
+    prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a
+    request that it has been asked for, and for which it leaves one of which decode does not speak; 0 where it does not
+    say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or where it does not
+    say. devices: that its ranks compute on, by `own_device`. others: see `listen_for`.
     """
 
     version: int = 0
-    digests: bool = False
     queued: bool = False
     drops: bool = False
     drafts: str = ""
     draft_model: str = ""
-    reads: int = 0
     prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
     devices: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def takes_prefix(self) -> bool:
@@ -73,36 +70,30 @@ _others: set[str] = set()
 
 
 def listen_for(name: str) -> None:
-    """Have `Capabilities.others` say which prefills answer yes under ``name``: for extras."""
+    """Have `Capabilities.others` say what prefills answer under ``name``, if that is not no: for extras."""
     _others.add(name)
 
 
-def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabilities:
-    """What a prefill's answer says. needs_state: whether this worker's model has states beside its KV.
-
-    Raises KeyError, TypeError or ValueError for what is no answer.
-    """
+def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
+    """What a prefill's answer says. Raises KeyError, TypeError or ValueError for what is no answer."""
     version = int(answer["version"])
     drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
     takes = version == DECODE_PREFIX_VERSION
 
-    def can(*names: str) -> bool:
-        return takes and any(answer.get(name) for name in names)
+    def can(name: str) -> bool:
+        return takes and bool(answer.get(name))
 
     def number(name: str) -> int:
         said = answer.get(name) if takes else 0
         return said if type(said) is int and said > 0 else 0
 
-    each = can("digests", "stage_digests"), can("queued"), can("drops")
+    each = can("queued"), can("drops")
     waits = number("waiting_timeout"), number("bootstrap_timeout")
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
-    reads = 0 if needs_state else number("reads")
     devices = frozenset(map(str, answer.get("devices") or ()))
-    others = frozenset(filter(can, _others))
-    return Capabilities(
-        version, *each, drafts, draft_model, reads, number("prompts") > 1, *waits, all_cp_ranks, devices, others
-    )
+    prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
+    return Capabilities(version, *each, drafts, draft_model, prompts, *waits, all_cp_ranks, devices, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
@@ -158,20 +149,18 @@ class NotTrusted(requests.RequestException):
 class PrefillPeers:
     """The prefills of a decode worker with a radix cache.
 
-    server_args: this worker's. has_state: whether its model has states. wants_digests: whether it verifies pages.
-    shake: the engine's own questions to a prefill; whether they have been answered. get: asks it one of ours.
+    server_args: this worker's. met: told of each that takes a prefix, once hands have been shaken. shake: the engine's
+    own questions to a prefill; whether they have been answered. get: asks it one of ours.
     """
 
     def __init__(
         self,
         server_args: Callable[[], Any],
-        has_state: Callable[[], bool],
-        wants_digests: Callable[[], bool],
+        met: Callable[[str], object],
         shake: Callable[[str], bool],
         get: Callable[..., requests.Response] = requests.get,
     ) -> None:
-        self._server_args, self._has_state = server_args, has_state
-        self._wants_digests, self._shake, self._get = wants_digests, shake, get
+        self._server_args, self._met, self._shake, self._get = server_args, met, shake, get
         # What this rank computes on. Here, since each thread has a device of its own.
         self.own_device = own_device()
         # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
@@ -263,8 +252,7 @@ class PrefillPeers:
                 "--disaggregation-decode-local-prefill N remainders of up to N tokens are computed here.",
                 addr,
             )
-        if self._wants_digests() and not self.of(addr).digests:
-            logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
+        self._met(addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
         """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
@@ -283,7 +271,7 @@ class PrefillPeers:
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
-            found = parse_capabilities(answer, self._has_state())
+            found = parse_capabilities(answer)
         except NotTrusted:
             raise
         except Exception as e:

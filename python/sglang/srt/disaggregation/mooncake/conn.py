@@ -166,14 +166,15 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
         writes = [info for info in infos if not info.is_dummy]
-        claim = self.digest(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
+        answers = self.answers(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
         for session in [info.mooncake_session_id for info in writes if info.names_prefix]:
             # Before a write of it may fail.
             self.sessions.try_again(session)
         # The engine queues nothing of a room that has failed; another thread may be about to say so.
         with self.rooms.lock:
             if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                self.queued.add(bootstrap_room, self.rooms.live[bootstrap_room], claim)
+                answer = next(iter(answers.values()), None)
+                self.queued.add(bootstrap_room, self.rooms.live[bootstrap_room], answer)
             super().add_transfer_request(
                 bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
             )
@@ -186,7 +187,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds the digest of what was sent to the engine's message of a success, where decode asked for it.
+        """Adds to the engine's message of a success what a part of decode's request is answered.
 
         A decode rank with the flag gets one notice of the end: of a success unless it has had one of a failure. The
         sender alone notifies of a failure, once nothing is being written any more.
@@ -196,12 +197,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             status != KVPoll.Success or not self.end_notices.take(room, {peer})
         ):
             return
-        claim = self.queued.claims.get(room) if status == KVPoll.Success else None
+        answer = self.queued.answers.get(room) if status == KVPoll.Success else None
         try:
-            if claim is None:
+            if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             else:
-                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
+                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, answer.encode("ascii")]
                 # The socket of the engine's message: what has gone over it before must come before.
                 address = NetworkAddress(remote, dst_port)
                 self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
@@ -452,8 +453,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             aux = b"" if is_dummy else str(aux_index).encode("ascii")
             return [pages, aux, states, b"%d" % self.required_dst_info_num]
 
-        verify = self.ask_for_digest(kv_indices)
-        self.send_requests(delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body))
+        frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
+        self.send_requests(kv_indices, frames)
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
@@ -474,9 +475,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, ELSEWHERE)
         return engine.KVTransferError(self.bootstrap_room, reason)
 
-    def claims(self) -> Iterable[str]:
+    def answers(self, tag: bytes) -> Iterable[str]:
         """Replaces the base class's: they came with the messages of success."""
-        return self.kv_mgr.awaited_rooms.claims(self.bootstrap_room)
+        return self.kv_mgr.awaited_rooms.answers(self.bootstrap_room)
 
     def clear(self) -> None:
         """Puts off the engine's while prefill may still write to its pages."""
@@ -502,4 +503,4 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    sends_digests = hears_of_waiting = True
+    hears_of_waiting = True

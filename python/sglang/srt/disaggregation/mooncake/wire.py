@@ -75,8 +75,8 @@ class Metadata:
 class End:
     """The notice of a prefill rank that the transfer of a room is over.
 
-    said: why it failed, or the claim about what was sent. A failure without that does not mean that the rank writes no
-    more: so the engine says it.
+    said: why it failed, or the answer to a part of the request. A failure without that does not mean that the rank
+    writes no more: so the engine says it.
     """
 
     succeeded: bool
