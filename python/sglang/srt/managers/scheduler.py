@@ -202,14 +202,13 @@ class Scheduler(
         self.last_batch = self.cur_batch = None
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds, once per turn of every event loop, weight updates that have waited, and the worker's gauges."""
+        """Adds, once per turn of every event loop, the worker's gauges."""
         super().process_input_requests(recv_reqs)
         self.publish_gauges()
-        self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while an update waits for a rank that is not idle, or KV is on its way to or from a tier."""
-        if not self.postponed_updates and not self._copies():
+        """Does not sleep while KV is on its way to or from a tier."""
+        if not self._copies():
             super().maybe_sleep_on_idle()
 
     # ---- flushes ----
