@@ -134,7 +134,8 @@ class LoopScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def process_input_requests(self, recv_reqs: list) -> None:
-        self.update_if_idle()
+        if hasattr(self, "update_if_idle"):
+            self.update_if_idle()
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         if any(not req.output_ids and not req.finished() and req is not skip_req for req in reqs):
