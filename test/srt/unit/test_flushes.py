@@ -36,7 +36,7 @@ class Rank(Scheduler):
         self.send_to_tokenizer = SimpleNamespace(send_output=lambda answer, to: self.answered.append(to))
         self.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
         self.changes = 0
-        self.manager: Any = SimpleNamespace(kv_weights=SimpleNamespace(changing=self._changing))
+        self.manager: Any = SimpleNamespace()
         self.offload_tags: set[str] = set()
         noted = {f"update_weights_from_{name}": self._note(name) for name in ("disk", "distributed", "tensor", "ipc")}
         self.tp_worker = SimpleNamespace(**noted)
@@ -46,7 +46,7 @@ class Rank(Scheduler):
     def kv_manager(self) -> Any:
         return self.manager
 
-    def _changing(self) -> None:
+    def weights_changing(self) -> None:
         self.changes += 1
 
     def _note(self, name: str) -> Callable[[Any], tuple[bool, str]]:

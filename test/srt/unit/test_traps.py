@@ -20,7 +20,7 @@ from decode_world import Receiver, World, aborted, end_patience, kv_of
 from engine_classes import args_of, engine_class
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.prefill_peers import UNKNOWN
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode import DecodeRequest
@@ -558,7 +558,7 @@ def test_trap_15_nothing_is_called_lost_while_transfers_are_under_way():
 class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
-    once_metadata_landed = CommonKVReceiver.once_metadata_landed
+    once_metadata_landed = DeltaReceiver.once_metadata_landed
 
     @property
     def kv_mgr(self) -> SimpleNamespace:
