@@ -26,7 +26,7 @@ class ServerArgs(engine.ServerArgs):
         """Adds the option to the engine's."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
-            READ_FLAG,
+            "--disaggregation-prefill-read-decode",
             type=int,
             metavar="N",
             help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
