@@ -229,7 +229,7 @@ class Manager(TokenizerManager):
             enable_dynamic_batch_tokenizer=False,
             allow_auto_truncate=False,
             enable_dp_attention=False,
-            enable_pegaflow=False,
+            keyed=False,
             enable_deterministic_inference=False,
         )
         self.model_config, self.mm_processor = SimpleNamespace(vocab_size=50), None

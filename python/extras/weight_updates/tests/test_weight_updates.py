@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from host_world import HostSizes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop
@@ -320,31 +318,6 @@ def test_prefill_does_not_wait_for_what_is_fetched_for_requests_that_it_has_not_
     loop.arrive(CHUNK, 8, asked=False)
     assert scheduler.update_weights_from_disk(MESSAGES["disk"](True)) is not None
     assert not tree.ongoing_prefetch and len(scheduler.disagg_prefill_bootstrap_queue.queue) == 1
-
-
-def test_memory_is_not_taken_away_from_copies_to_the_host(monkeypatch):
-    """The engine takes it first and flushes then, which is what waits for them."""
-    loop = Loop(size=64, page_size=4, host=HostSizes(64, hits=1, late=True))
-    scheduler, seen = loop.scheduler, []
-    scheduler.offload_tags = set()
-    copies = loop.tier.memory.begun
-    scheduler.memory_saver_adapter = SimpleNamespace(pause=lambda tag: seen.append((tag, len(copies))))
-    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: None))
-    turns = itertools.count()
-
-    def between() -> None:
-        if next(turns) == 0:
-            loop.handshake(loop.arrive([1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=3))
-        for asked in loop.asked:
-            loop.complete(asked)
-        if loop.tier.saves.under_way and not loop.running and scheduler.is_fully_idle():
-            assert copies
-            scheduler.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-            raise OverlappedLoopEnds
-        assert next(turns) < 100
-
-    loop.run(between)
-    assert seen == [("kv_cache", 0)]
 
 
 def test_memory_is_not_taken_from_requests_that_prefill_has_not_begun(monkeypatch):

@@ -65,7 +65,7 @@ class RequestAdmission:
             item,
             self.model.vocab_size,
             disaggregated,
-            keyed=disaggregated or args.enable_pegaflow,
+            keyed=disaggregated or args.keyed,
         )
         if not self.has_tokenizer:
             check_without_tokenizer(item.sampling_params, self.mode != DisaggregationMode.PREFILL)

@@ -20,19 +20,19 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
     """Tells of weights that are about to change."""
 
     def update_weights_from_disk(self, recv_req):
-        """The worker leaves PegaFlow before."""
+        """The worker leaves its tier before."""
         return self._update(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req):
-        """The worker leaves PegaFlow before."""
+        """The worker leaves its tier before."""
         return self._update(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req):
-        """The worker leaves PegaFlow before."""
+        """The worker leaves its tier before."""
         return self._update(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req):
-        """The worker leaves PegaFlow before."""
+        """The worker leaves its tier before."""
         return self._update(super().update_weights_from_ipc, recv_req)
 
     def release_memory_occupation(self, recv_req):
