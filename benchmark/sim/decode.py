@@ -171,7 +171,7 @@ class SimulatedDecode(DecodeWorker):
         if workload.pace and not off:
             self.queue.pace(workload.pace)
         # What holds requests back, if an ITL is promised; and whether prefill has the same cores and computes.
-        self.gate = self.transfer.gate
+        self.gate = next((limit.__self__.gate for limit in self.transfer.hooks.limit), None)
         self.beside: Callable[[], bool] = lambda: False
         # There is no memory behind the slots, so nothing is copied when a request is retracted or resumed.
         self.allocator.get_cpu_copy = lambda indices: []

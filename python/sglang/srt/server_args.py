@@ -39,24 +39,6 @@ class _SecondName(argparse._StoreTrueAction):
         namespace.disaggregation_decode_enable_radix_cache = True
 
 
-def _add_targets(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--disaggregation-decode-itl-target",
-        type=float,
-        metavar="MS",
-        help="Have a decode worker with a radix cache admit requests only as far as decode steps, as it has "
-        "learned to predict them, give each a token within that many milliseconds. One request always runs.",
-    )
-    parser.add_argument(
-        "--disaggregation-decode-ttft-target",
-        type=float,
-        metavar="MS",
-        help="Have a decode worker with a radix cache put requests last whose first token cannot come within that "
-        "many milliseconds any more, but for every fourth that it admits, so that a queue makes few late and not "
-        "all.",
-    )
-
-
 def _check_flag_is_there(args: ServerArgs) -> None:
     """Raise ValueError for an option that needs the flag, on a worker that has it not."""
     if args.disaggregation_decode_admission != "prefix":
@@ -65,22 +47,6 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_verify_pages:
         raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_itl_target is not None:
-        raise ValueError(f"--disaggregation-decode-itl-target needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_ttft_target is not None:
-        raise ValueError(f"--disaggregation-decode-ttft-target needs {FLAG}. Give both to the decode worker.")
-
-
-# Of a target: eleven days. Steps are counted in picoseconds, of which this many fit into 64 bits.
-MOST_MS = 1e9
-
-
-def _check_targets(itl_ms: float | None, ttft_ms: float | None) -> None:
-    """Raise ValueError for a target that is no time."""
-    for name, target_ms in (("itl", itl_ms), ("ttft", ttft_ms)):
-        option = f"--disaggregation-decode-{name}-target"
-        if target_ms is not None and not 0 < target_ms <= MOST_MS:
-            raise ValueError(f"{option} is {target_ms:g}: give milliseconds, above 0 and at most {MOST_MS:g}.")
 
 
 @dataclasses.dataclass
@@ -91,8 +57,6 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
-    disaggregation_decode_itl_target: float | None = None
-    disaggregation_decode_ttft_target: float | None = None
     disaggregation_prefill_read_decode: int | None = None
     kv_namespace: str = ""
     # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
@@ -140,7 +104,6 @@ class ServerArgs(engine.ServerArgs):
             help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
             "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
         )
-        _add_targets(parser)
         parser.add_argument(
             READ_FLAG,
             type=int,
@@ -222,7 +185,6 @@ class ServerArgs(engine.ServerArgs):
         ):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
-        _check_targets(self.disaggregation_decode_itl_target, self.disaggregation_decode_ttft_target)
         watermark_part()
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)

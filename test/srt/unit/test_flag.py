@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from types import SimpleNamespace
 from typing import Any
@@ -81,20 +80,6 @@ def test_prompts_are_not_computed_where_ranks_do_not_tell_each_other(parse, monk
     assert parse(*DECODE, FLAG).disaggregation_decode_local_prefill == "off"
     with pytest.raises(ValueError, match="local-prefill with SGLANG_SCHEDULER_SKIP_ALL_GATHER"):
         parse(*DECODE, FLAG, "--disaggregation-decode-local-prefill", "auto")
-
-
-@pytest.mark.parametrize("name", ["itl", "ttft"])
-def test_a_target_is_a_time_and_needs_the_flag(parse, name):
-    option, field = f"--disaggregation-decode-{name}-target", f"disaggregation_decode_{name}_target"
-    assert getattr(parse(*DECODE, FLAG), field) is None
-    assert getattr(parse(*DECODE, FLAG, option, "12.5"), field) == 12.5
-    for wrong in ("0", "-1", "nan", "inf", "1e+10"):
-        with pytest.raises(
-            ValueError, match=f"{option} is {re.escape(wrong)}: give milliseconds, above 0 and at most 1e.09"
-        ):
-            parse(*DECODE, FLAG, option, wrong)
-    with pytest.raises(ValueError, match=f"{option} needs {FLAG}"):
-        parse(*DECODE, option, "10")
 
 
 @pytest.mark.parametrize(

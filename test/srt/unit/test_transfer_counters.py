@@ -12,7 +12,6 @@ from engine_classes import engine_class
 from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -91,24 +90,20 @@ def test_labels(registry, dp_rank):
 
 
 def scheduler_of(mode: str, dp_size: int = 1, **ranks: int) -> SimpleNamespace:
-    args = SimpleNamespace(
-        served_model_name="m", disaggregation_mode=mode, enable_metrics=True, dp_size=dp_size,
-        disaggregation_decode_itl_target=20.0,
-    )  # fmt: skip
-    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=None))
+    args = SimpleNamespace(served_model_name="m", disaggregation_mode=mode, enable_metrics=True, dp_size=dp_size)
     known = {"dp_rank": None, "pp_rank": 0, "attn_tp_rank": 0, "attn_cp_rank": 0} | ranks
-    return SimpleNamespace(server_args=args, tp_worker=runner, **known)
+    return SimpleNamespace(server_args=args, **known)
 
 
 def test_the_rank_is_a_label_whoever_asks_next(registry, monkeypatch):
-    """With an ITL target, the transfer queue asks for them before there is a manager."""
+    """Hooks of the transfer queue ask for them before there is a manager."""
     scheduler = scheduler_of("decode", dp_size=2, dp_rank=1)
 
     class Made(Exception):
         pass
 
     def asks_first(args: object, tree: object) -> None:
-        ItlGate.of(scheduler)
+        KvTransferCounters.get(scheduler.server_args)
         raise Made
 
     def init(self: object) -> None:
@@ -127,10 +122,9 @@ def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, rank
     counters.committed(100, 64, 10)
     counters.ended(SimpleNamespace(status_code=500, message="timed out"))
     counters.blocked()
-    counters.itl_held()
     counters.overtaken(1)
     counters.followed(4, 0.5)
-    assert len(told(registry)) == (0 if ranks else 12)
+    assert len(told(registry)) == (0 if ranks else 11)
     # What each rank finds out for itself.
     counters.mismatched()
     counters.lost_peer()
@@ -172,9 +166,5 @@ def test_without_metrics_nothing_is_counted(registry, role):
     counters.followed(1, 1)
     counters.mismatched()
     counters.overtaken(1)
-    counters.itl_target(1)
-    counters.itl(1, 1)
-    counters.itl_waiting(1)
-    counters.itl_held()
     counters.tree(1, 1)
     assert not list(registry.collect())

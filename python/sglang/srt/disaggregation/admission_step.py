@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
-    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.managers.schedule_batch import Req
@@ -36,11 +35,9 @@ __all__ = ["Admission", "Blocked", "Held"]
 
 # To get at a member of an enumeration takes longer than what is done with it.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
-YES, LAST, NO_ROOM, NO_MEMORY, NO_TIME = Added.YES, Added.LAST, Added.NO_ROOM, Added.NO_MEMORY, Added.NO_TIME
+YES, LAST, NO_ROOM, NO_MEMORY, HELD = Added.YES, Added.LAST, Added.NO_ROOM, Added.NO_MEMORY, Added.HELD
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
-# With a target for TTFT: what goes next may have become late meanwhile, and another, which fits, is not.
-LATE_INTERVAL = 4
 
 
 class Blocked(NamedTuple):
@@ -57,10 +54,7 @@ class Blocked(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A request with which decode steps would have taken too long.
-
-    live: with fewer live requests it is asked again; None: in any case, since steps that are run may be what it needs.
-    """
+    """A request that a limit holds back. live: see `Limit.held_live`."""
 
     rid: str
     live: int | None
@@ -78,19 +72,18 @@ class Admission:
         deltas: PrefillDeltas,
         counters: KvTransferCounters,
         sources: Sequence[DeltaSource] = (),
-        gate: ItlGate | None = None,
         ranks: Ranks | None = None,
     ):
-        """deltas, sources: where what the tree lacks of a request comes from. gate: what bounds a step's time.
+        """deltas, sources: where what the tree lacks of a request comes from.
 
         ranks: that admit the same; None for one alone.
         """
         self._several_ranks = ranks is not None and ranks.size > 1
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._counters, self._sources = memory, deltas, counters, sources
-        self._gate = gate
+        self._look_every = policy.lines.look_every or ABORT_INTERVAL
         # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
-        # no time in a decode step; the state in which all waited for transfers, and until when.
+        # that a limit held back; the state in which all waited for transfers, and until when.
         self.full: tuple[int, ...] | None = None
         self.blocked: Blocked | None = None
         self.held: Held | None = None
@@ -116,8 +109,7 @@ class Admission:
         if retracted:
             return step % ABORT_INTERVAL != 0
         blocked, held = self.blocked, self.held
-        every = ABORT_INTERVAL if self._policy.ttft is None else LATE_INTERVAL
-        if step % every == 0 or not queue or not self.alike:
+        if step % self._look_every == 0 or not queue or not self.alike:
             return False
         rows = min(self.memory.rows.available_size(), self.deltas.room())
         full = rows <= 0 and self.full == schedule.version()
@@ -131,7 +123,7 @@ class Admission:
         if full:
             return True
         if held is not None:
-            # While nobody ends, steps only become longer, whatever comes into the tree.
+            # While nobody ends it stays so, whatever comes into the tree.
             if held.live is None:
                 return False
             now = live()
@@ -182,7 +174,7 @@ class Admission:
             self._accounts.reserved,
             (lambda: _waiting(window)) if len(window) > 1 else None,
             evictable=_evictable(self._tree, agreed) if self._several_ranks else None,
-            gate=self._gate,
+            limits=self._policy.hooks.limit,
             live=live,
         )
         was_blocked, self.alike = self.blocked, agreed.alike
@@ -221,8 +213,8 @@ class Admission:
         self.deltas.ask_admitted(fence)
         if admitted:
             self._counters.overtaken(adder.overtaken())
-        if self._gate is not None:
-            self._gate.tell_held(None if self.held is None else self.held.rid, lambda: len(_waiting(window)))
+        for held in self._policy.hooks.held:
+            held(None if self.held is None else self.held.rid, lambda: len(_waiting(window)))
         return admitted
 
     def _note_refused(
@@ -234,8 +226,7 @@ class Admission:
             self.full = None if fence.rows else schedule.version()
         elif added is NO_MEMORY:
             self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), self._accounts.free(()))
-        elif added is NO_TIME:
-            assert self._gate is not None
+        elif added is HELD:
             self.held = Held(req.rid, adder.held_live)
 
     def _plan(

@@ -36,9 +36,7 @@ from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.kv_weights import know_weights
-from sglang.srt.disaggregation.local_steps import measured
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.request_phase import Phase
@@ -218,20 +216,17 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group)
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
-        gate = self.transfer_queue.gate
-        sources = tuple(source() for source in self.transfer_queue.hooks.source)
+        hooks = self.transfer_queue.hooks
+        sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, sources)
-        figures = measured(self.transfer_queue)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         self.admission = Admission(
-            tree, self.policy, self.accounts, self.memory, deltas, self.counters, sources, gate, self.ranks
+            tree, self.policy, self.accounts, self.memory, deltas, self.counters, sources, self.ranks
         )
-        self.resumption = Resumption(
-            tree, self.accounts, self.memory, lambda: joins(self.scheduler, self.transfer_queue.hooks), gate
-        )
+        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
 
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
@@ -407,9 +402,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     # ---- retraction ----
 
-    def _joins(self) -> Callable[[Req], bool]:
-        return joins(self.scheduler, self.transfer_queue.hooks)
-
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
         """Replaces the engine's resume, which restores everything: match again and restore what the tree lost."""
         if not self.has_radix:
@@ -431,9 +423,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         super().__init__(*args, **kwargs)
         KvTransferCounters.of(self.scheduler)
         self.quarantine: list[DecodeRequest] = []
-        # What bounds a step's time; what has arrived in this step.
+        # What has arrived in this step.
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
-        self.gate: ItlGate | None = None
         self.arrived: list[Req] = []
         self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
@@ -441,8 +432,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
-            self.gate = ItlGate.of(self.scheduler)
             self.hooks = Hooks(DecodeHooks, self)
+            self.policy.know(self.hooks)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Leaves out the engine's with a radix cache."""

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memor
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import LiveReqs
-    from sglang.srt.disaggregation.itl_gate import ItlGate, Load
+    from sglang.srt.disaggregation.decode_radix.hooks import Limit
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["Added", "DecodeAdder"]
@@ -26,11 +26,11 @@ class Added(enum.Enum):
     YES = enum.auto()
     # It is added, and nobody after it in this step.
     LAST = enum.auto()
-    # Not it, nor anybody after it: there is no row or buffer left, too little memory, steps
-    # would become too long, or it is the turn of another.
+    # Not it, nor anybody after it: there is no row or buffer left, too little memory, a limit
+    # holds it back, or it is the turn of another.
     NO_ROOM = enum.auto()
     NO_MEMORY = enum.auto()
-    NO_TIME = enum.auto()
+    HELD = enum.auto()
     NOT_ITS_TURN = enum.auto()
 
 
@@ -49,18 +49,20 @@ class DecodeAdder:
         reserved: int,
         waiting: Callable[[], Sequence[QueueEntry]] | None,
         evictable: int | None = None,
-        gate: ItlGate | None = None,
+        limits: Sequence[Callable[[LiveReqs], Limit]] = (),
         live: Callable[[], LiveReqs] | None = None,
     ):
         """room: requests for which there is a row and a buffer.
 
         budget: what the step has to give. reserved: tokens kept for a request's next steps. waiting: the entries of all
         that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
-        admitted. evictable: tokens that the step may evict and go on; None for all. gate, live: what bounds the time of
-        decode steps, and who is in them.
+        admitted. evictable: tokens that the step may evict and go on; None for all. limits, live: see
+        `DecodeHooks.limit`, which is asked when somebody could be admitted.
         """
-        self._gate, self._live = gate, live
-        self._load: Load | None = None
+        self._find_limits, self._live = limits, live
+        self._limits: list[Limit] | None = None
+        # After `Added.HELD`, see `Limit.held_live`.
+        self.held_live: int | None = None
         self._policy, self._room, self._reserved = policy, room, reserved
         self._find_budget, self._waiting = budget, waiting
         self._evictable = evictable
@@ -92,8 +94,8 @@ class DecodeAdder:
         budget = self._budget_now()
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
-        if self._gate is not None and not self._has_time(self._gate, entry, req, plan):
-            return Added.NO_TIME
+        if self._find_limits and not self._within_limits(entry, req, plan):
+            return Added.HELD
         if self._turns is None and self._waiting is not None:
             self._turns = Turns(self._policy, self._waiting())
         if self._turns is not None and not self._turns.take(entry):
@@ -104,24 +106,20 @@ class DecodeAdder:
         evicts = max(0, plan.delta - budget.available)
         return YES if self._evictable is None or evicts <= self._evictable else LAST
 
-    @property
-    def held_live(self) -> int | None:
-        """After `Added.NO_TIME`: requests that the gate has counted, those that were added included.
-
-        None if it has refused since no step has been like that.
-        """
-        assert self._gate is not None and self._load is not None
-        return None if self._gate.untried else len(self._load.reqs)
-
     def overtaken(self) -> int:
         """At the end of the step: how many others those that were added have overtaken."""
         return self._turns.end(self._entries) if self._entries and self._turns is not None else 0
 
-    def _has_time(self, gate: ItlGate, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
-        if self._load is None:
+    def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
+        if self._limits is None:
             assert self._live is not None
-            self._load = gate.load(self._live())
-        return gate.add(self._load, plan, req, at_once=entry.local)
+            live = self._live()
+            self._limits = [find(live) for find in self._find_limits]
+        for limit in self._limits:
+            if not limit.add(plan, req, at_once=entry.local):
+                self.held_live = limit.held_live()
+                return False
+        return True
 
     def _budget_now(self) -> Budget:
         budget = self._budget

@@ -25,11 +25,11 @@ import math
 import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang.srt.disaggregation.ttft_target import TtftTarget, late_by_turns
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, Lines
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ class Candidate:
     arrival: its number in the order of arrival. priority: lower goes first. prompt: its length. held: in the tree,
     whole pages. unlocked: of these, held by no request. coming: beyond ``held``, brought by a transfer under way for
     which it waits, or by host memory; 0 if by none. overtaken: requests that came later and were admitted before it.
-    late: whether its first token comes later than the target for TTFT, if there is one. follows: whether it waits for
-    the transfer of another.
     """
 
     arrival: int
@@ -76,8 +74,6 @@ class Candidate:
     unlocked: int
     coming: int
     overtaken: int
-    late: bool = False
-    follows: bool = False
 
     def standing(self, max_overtaken: int) -> Standing:
         """Its class. ``max_overtaken``: 0 makes the order that of arrival."""
@@ -90,23 +86,10 @@ class Candidate:
         return Standing.OTHER
 
 
-def admission_order(
-    candidates: Sequence[Candidate], max_overtaken: int, since_late: Callable[[int], int] = lambda priority: 0
-) -> list[int]:
-    """Indices of ``candidates`` in the order in which they are to be admitted.
-
-    since_late: of a priority; see `late_by_turns`.
-    """
+def admission_order(candidates: Sequence[Candidate], max_overtaken: int) -> list[int]:
+    """Indices of ``candidates`` in the order in which they are to be admitted."""
     keys = [(c.priority, c.standing(max_overtaken), c.arrival) for c in candidates]
-    order = sorted(range(len(candidates)), key=keys.__getitem__)
-    if not any([c.late for c in candidates]):
-        return order
-    mixed: list[int] = []
-    for priority, group in itertools.groupby(order, lambda i: candidates[i].priority):
-        same = [*group]
-        in_time, late = ([i for i in same if candidates[i].late is which] for which in (False, True))
-        mixed += late_by_turns(in_time, late, since_late(priority), lambda i: candidates[i].follows)
-    return mixed
+    return sorted(range(len(candidates)), key=keys.__getitem__)
 
 
 def least_to_follow(leader_delta: int) -> int:
@@ -308,17 +291,15 @@ class AdmissionPolicy:
         """The policy that the options of a decode worker ask for."""
         by_prefix = server_args.disaggregation_decode_admission == "prefix"
         most = server_args.disaggregation_decode_max_overtaken if by_prefix else 0
-        return cls(tree, by_prefix, most, TtftTarget.of(server_args))
+        return cls(tree, by_prefix, most)
 
-    def __init__(self, tree: PrefixTree, follow: bool, max_overtaken: int, ttft: TtftTarget | None = None):
-        """follow: whether requests wait for transfers of others. max_overtaken: see `Candidate.standing`.
-
-        ttft: who is late; None without a target.
-        """
+    def __init__(self, tree: PrefixTree, follow: bool, max_overtaken: int):
+        """follow: whether requests wait for transfers of others. max_overtaken: see `Candidate.standing`."""
         self.tree = tree
         self.follow = follow
         self.max_overtaken = max_overtaken
-        self.ttft = ttft
+        self.hooks: Hooks[DecodeHooks] = NO_HOOKS
+        self.lines = Lines()
         self.wait_limit = WaitLimit()
         self.transfers = Transfers()
         # Prefills whose images were others than decode's the last time: of such a transfer the tree keeps nothing.
@@ -328,36 +309,32 @@ class AdmissionPolicy:
         self._arrivals = itertools.count()
         self._admissions = itertools.count(1)
 
+    def know(self, hooks: Hooks[DecodeHooks]) -> None:
+        """These are the hooks of this rank."""
+        self.hooks = hooks
+        for lines in hooks.lines:
+            self.lines = lines()
+
     def enter(
         self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
     ) -> QueueEntry:
         """A request joins those that wait. token_ids: its prompt, None for a warm-up."""
         watch = None if token_ids is None else self.tree.watches.add(token_ids, extra_key)
         entry = QueueEntry(next(self._arrivals), priority, prefill, watch)
-        if self.ttft is not None:
-            self.ttft.joined(entry.arrival)
+        for entered in self.hooks.entered:
+            entered(entry)
         if watch is not None:
             watch.owner = entry
             entry.host_watch = self.tree.tier.watch(token_ids or (), extra_key)
         return entry
-
-    def is_late(self, entry: QueueEntry) -> bool:
-        """Whether the first token of a request that waits comes later than the target, if there is one."""
-        return self.ttft is not None and self.ttft.is_late(entry.arrival)
-
-    def by_lateness(self, entries: Sequence[QueueEntry]) -> dict[bool, Sequence[QueueEntry]]:
-        """Those of ``entries`` that are late (True), and the others."""
-        if self.ttft is None:
-            return {False: entries, True: ()}
-        return {late: [entry for entry in entries if self.is_late(entry) is late] for late in (False, True)}
 
     def leave(self, entry: QueueEntry) -> None:
         """A request is admitted no more, or what it was admitted with is in the tree or lost."""
         self.departures += 1
         # Or each in a chain of followers would keep all before it.
         entry.leader = entry.given_up = None
-        if self.ttft is not None:
-            self.ttft.left(entry.arrival)
+        for left in self.hooks.left:
+            left(entry)
         if entry.watch is not None:
             self.tree.watches.remove(entry.watch)
             entry.watch = None
@@ -430,8 +407,7 @@ class AdmissionPolicy:
         """What decides the place of a request with a prompt of ``prompt`` tokens."""
         held, unlocked = self.held(entry)
         coming = max(entry.coming, self.on_host(entry) - held)
-        late, follows = self.is_late(entry), entry.coming > 0
-        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken, late, follows)
+        return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken)
 
     def on_host(self, entry: QueueEntry) -> int:
         """Tokens of a request's prompt, from its start, that host memory has."""
@@ -440,8 +416,8 @@ class AdmissionPolicy:
     def admitted(self, entry: QueueEntry, delta: int) -> None:
         """A request was admitted and asks for ``delta`` tokens: others may follow it from now on."""
         entry.admission, entry.admitted_at, entry.delta = next(self._admissions), time.monotonic(), delta
-        if self.ttft is not None:
-            self.ttft.admitted(entry.arrival, entry.priority)
+        for admitted in self.hooks.admitted:
+            admitted(entry)
         if entry.watch is not None:
             self.tree.watches.lead(entry.watch, least_to_follow(delta))
         self._leave_host(entry)
@@ -460,8 +436,8 @@ class AdmissionPolicy:
 
     def computed(self, entry: QueueEntry) -> None:
         """Or it is computed here, and its last step has begun."""
-        if entry.watch is not None and self.ttft is not None:
-            self.ttft.arrived(time.monotonic() - entry.admitted_at)
+        for arrived in self.hooks.arrived if entry.watch is not None else ():
+            arrived(entry, time.monotonic() - entry.admitted_at)
         self.leave(entry)
 
     def slack(self, waiting: Sequence[QueueEntry]) -> int:
@@ -475,12 +451,11 @@ class AdmissionPolicy:
     def count_overtaken(self, waiting: Sequence[QueueEntry], admitted: Sequence[QueueEntry]) -> int:
         """Count, for each of ``waiting``, who of ``admitted`` overtook it. Returns how many were overtaken.
 
-        Who is late lets those pass that are not, and that is not counted.
+        Each in its line: that those in the first pass the others is not counted.
         """
         overtaken = 0
-        passed = self.by_lateness(admitted)
-        for late, left in self.by_lateness(waiting).items():
-            arrivals = sorted(entry.arrival for entry in passed[late])
+        for left, passed in zip(self.lines.split(waiting), self.lines.split(admitted), strict=True):
+            arrivals = sorted(entry.arrival for entry in passed)
             for entry in left:
                 later = len(arrivals) - bisect_right(arrivals, entry.arrival)
                 entry.overtaken += later
@@ -489,7 +464,7 @@ class AdmissionPolicy:
 
 
 class Turns:
-    """The turns of one step of admission, of those that can be in time and of those that are late each by themselves.
+    """The turns of one step of admission, in each line by itself; see `Lines`.
 
     waiting: the entries of all that could be admitted in it, also of those that come too late in the order to be looked
     at. Whoever is left out of this is overtaken and never counted, and with that for ever.
@@ -498,11 +473,11 @@ class Turns:
     def __init__(self, policy: AdmissionPolicy, waiting: Sequence[QueueEntry]):
         self._policy = policy
         self._waiting = waiting
-        self._lines = {late: Line(policy, found) for late, found in policy.by_lateness(waiting).items()}
+        self._lines = [Line(policy, found) for found in policy.lines.split(waiting)]
 
     def take(self, entry: QueueEntry) -> bool:
         """Whether ``entry`` may be admitted next, in its turn or out of it."""
-        return self._lines[self._policy.is_late(entry)].take(entry)
+        return self._lines[self._policy.lines.is_second(entry)].take(entry)
 
     def end(self, admitted: Sequence[QueueEntry]) -> int:
         """These have been admitted. Returns how many others were overtaken."""

@@ -35,8 +35,6 @@ _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
 # Of the requests of the window, that many stand in one figure, a bit each.
 _BITS = 32
 _WORDS = WINDOW // _BITS
-# Figures that the first rank has measured and the others go by: of steps, of prefills' pace, and of who is late.
-MEASURED = 9 + 2 + 1
 # Steps in a row that TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
@@ -81,23 +79,23 @@ def agree(
 
     shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
     `CANDIDATES`; digest: of the same two of all of the window. polls, capable: for each request of the window, at most
-    `WINDOW`. expired: by this rank's clock, see `Agreement`. measured: by the first rank, at most `MEASURED` figures of
-    0 or more. Raises ValueError for other numbers: the ranks would take one figure for another, or reduce tensors of
+    `WINDOW`. expired: by this rank's clock, see `Agreement`. measured: by the first rank, as many figures of 0 or more
+    on each. Raises ValueError for other numbers: the ranks would take one figure for another, or reduce tensors of
     different sizes.
     """
-    if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW or len(measured) > MEASURED:
+    if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
         raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
     state = [*shared, *(figure for two in held for figure in two)]
     state += [0] * (_STATE - 1 - len(state))
     state.append(digest)
     pad = [0] * (WINDOW - len(polls))
     words = [0] * _WORDS
-    from_first = [0] * MEASURED
+    from_first = [0] * len(measured)
     if dist.get_rank(group) == 0:
         # Below what the others say.
         for i in expired:
             words[i // _BITS] -= 1 << i % _BITS
-        from_first[: len(measured)] = [-figure for figure in measured]
+        from_first = [-figure for figure in measured]
     mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *words, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.prefix_reader import NOTHING
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
     from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Hooks
-    from sglang.srt.disaggregation.itl_gate import ItlGate
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -88,13 +87,13 @@ class Resumption:
         accounts: Accounts,
         memory: RequestMemory,
         joins: Callable[[], Callable[[Req], bool]],
-        gate: ItlGate | None = None,
+        hooks: Hooks[DecodeHooks],
     ):
-        """joins: see `joins`. gate: what bounds a step's time."""
-        self._gate = gate
+        """joins: see `joins`."""
+        self._hooks = hooks
         self._tree, self._accounts, self._memory = tree, accounts, memory
         self._joins = joins
-        # The first that did not fit; and the first with which steps would become too long, and when.
+        # The first that did not fit; and the first that a limit held back, and when.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
         # Steps since that was found: one odd measurement must not keep it back until somebody ends.
@@ -125,7 +124,7 @@ class Resumption:
         kept = self._accounts.kept_for_resume(live)
         # A look at each that runs: from here on a resume takes its window of it.
         windows = self._accounts.free(live.running).windows
-        load = None if self._gate is None else self._gate.load(live)
+        limits = [limit(live) for limit in self._hooks.limit]
         joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.tier.nodes_in_use)
         for req in retracted:
             if self._memory.rows.available_size() <= 0:
@@ -145,7 +144,7 @@ class Resumption:
             if not _fits(plan, free, kept, budget):
                 self._blocked = Blocked(req.rid, plan, Memory(0), version())
                 break
-            if self._gate is not None and load is not None and not self._gate.add(load, plan, req, at_once=True):
+            if not all(limit.add(plan, req, at_once=True) for limit in limits):
                 self._held = req.rid, version()
                 break
             self._blocked = None
@@ -156,8 +155,8 @@ class Resumption:
             windows -= plan.window.now
             waiting.add(req, plan)
             resumed.append(req)
-        if self._gate is not None:
-            self._gate.tell_held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
+        for held in self._hooks.held:
+            held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
         return resumed, failed
 
     def _is_blocked(

@@ -8,10 +8,9 @@ from __future__ import annotations
 import time
 import zlib
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
@@ -22,10 +21,10 @@ from sglang.srt.mem_cache.tier import NO_TIER
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Agreed", "Measured", "OwnFigures", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
+__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
 
 READY = Phase.READY
 # Places of the window that go by turns where the queue is longer than it: to those whose handshake is not done, and to
@@ -64,20 +63,6 @@ class OwnFigures(NamedTuple):
     retracted: int
     memory: Sequence[int]
     buffers: int
-
-
-class Measured(Protocol):
-    """What goes by figures that the first rank has measured; see `Ranks.agree`."""
-
-    width: int
-
-    def own(self) -> list[int]:
-        """This rank's, `width` of 0 or more."""
-        ...
-
-    def take(self, figures: list[int]) -> None:
-        """Those that all ranks go by."""
-        ...
 
 
 def takes_prefix(decode_req: DecodeRequest) -> bool:
@@ -121,6 +106,7 @@ class Schedule:
         sources: of deltas, beside prefill. measured: what ranks agree on beside the rest.
         """
         self._measured = tuple(measured)
+        self._width = sum(one.width for one in self._measured)
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
         self._sources = sources
         # The last order of admission, and the state in which it was found.
@@ -159,23 +145,15 @@ class Schedule:
 
         All ranks find the same: they have agreed on whose handshake is done, and look in the same steps.
         """
-        ttft = self._policy.ttft
-        if ttft is not None:
-            ttft.begin_step()
-            # They stand as they came.
-            if not queue or not ttft.is_late(self.entry_of(queue[0]).arrival):
-                ttft.nobody_is_late()
+        # They stand as they came.
+        self._policy.lines.begin_step(self.entry_of(queue[0]) if queue else None)
         self._looks += 1
         requests = self._first(queue, self._looks) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
         return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
-        ready = [dr for dr in queue if dr.phase is READY]
-        ttft = self._policy.ttft
-        if ttft is not None:
-            first_in_time = bisect_left(ready, ttft.late_before, key=lambda dr: self.entry_of(dr).arrival)
-            ready = [*ready[first_in_time:], *ready[:first_in_time]]
+        ready = self._policy.lines.looked_at([dr for dr in queue if dr.phase is READY], self.entry_of)
         if self._priority_sign():
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
@@ -194,8 +172,7 @@ class Schedule:
             self._policy.give_up(entries[i])
         for one in self._measured:
             one.take(one.own())
-        if self._policy.ttft is not None:
-            self._policy.ttft.begin_step()
+        self._policy.lines.measured_alone()
         ready = [requests[i] for i in self._order(window)]
         # Asked one by one: most of a long queue stands behind the first that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
@@ -232,7 +209,7 @@ class Schedule:
             # What is less on one rank is so for all.
             [takes_prefix(dr) + bool(sources_of(dr, self._sources)) for dr in requests],
             expired,
-            [figure for one in self._measured for figure in one.own()],
+            self._measured_here(),
             self._held_digest(entries),
         )
         if told is None:
@@ -257,6 +234,13 @@ class Schedule:
         same = dict(zip(picked, told.same, strict=True))
         going = [i for i in (*order, *late) if i in same and requests[i].phase is READY]
         return Agreed([(requests[i], bool(told.capable[i]) and same[i]) for i in going], requests, alike=False)
+
+    def _measured_here(self) -> list[int]:
+        """The figures of this rank. Raises ValueError for another number: ranks would reduce tensors of two sizes."""
+        figures = [figure for one in self._measured for figure in one.own()]
+        if len(figures) != self._width:
+            raise ValueError(f"{len(figures)} measured figures to agree on, and {self._width} are agreed on")
+        return figures
 
     def _held_digest(self, entries: list[QueueEntry]) -> int:
         """Of what this rank's tree and host memory hold of all of a window, see `_held`."""
@@ -315,15 +299,13 @@ class Schedule:
         # The same requests, of which the same wait for others, and the same tree: the same order.
         tree = self._tree
         coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
-        ttft = self._policy.ttft
-        late = None if ttft is None else (ttft.late_before, ttft.admissions)
+        lines = self._policy.lines
         sizes = tree.evictable_size(), tree.protected_size()
-        seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, late, entries)
+        seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, lines.version(), entries)
         if self._ordered is None or self._ordered[0] != seen:
             candidates = [self._candidate(requests[i], entries[i]) for i in ready]
-            turns = () if ttft is None else (ttft.since_late,)
-            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken, *turns)]
-            self._ordered = seen, order
+            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]
+            self._ordered = seen, lines.mix(order, entries)
         return self._ordered[1]
 
     def _candidate(self, decode_req: DecodeRequest, entry: QueueEntry) -> Candidate:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sglang.srt.disaggregation.local_steps import has_prompts_to_compute, step_watchers, told_of
+from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
@@ -95,7 +95,8 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
             "longest_queue_step_s": round(self.longest_queue_step, 3),
             **({} if (dp_rank := dp_rank_of(self)) is None else {"dp_rank": dp_rank}),
         }
-        record |= told_of(self)
+        for state in hooks_of(self).state:
+            record |= state()
         rests = self.rests()
         if rests and isinstance(self.tree_cache, DecodeRadixCache):
             record["audit"] = self.audit_at_rest()
@@ -108,15 +109,10 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
     def _copies(self) -> bool:
         return getattr(self.tree_cache, "tier", NO_TIER).busy
 
-    def itl_gate(self):
-        """What bounds the time of a decode step; None where nothing does."""
-        queue = getattr(self, "disagg_decode_transfer_queue", None)
-        return getattr(queue, "gate", None)
-
     def note_step(self, batch, result) -> None:
         """A step's result has been processed."""
-        for watcher in step_watchers(getattr(self, "disagg_decode_transfer_queue", None)):
-            watcher.note_step(batch, result)
+        for note_step in hooks_of(self).note_step:
+            note_step(batch, result)
 
     def note_queue_step(self, seconds: float) -> None:
         """Record a step of the decode queue, with the flag or without.
@@ -178,8 +174,7 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
 
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute, or reads from another or may be read from, is not idle."""
-        queue = getattr(self, "disagg_decode_transfer_queue", None)
-        busy = has_prompts_to_compute(queue) or (self.has_reads() and not for_health_check)
+        busy = has_work(self) or (self.has_reads() and not for_health_check)
         return super().is_fully_idle(for_health_check) and not busy
 
     def end_step_of_none(self) -> None:

@@ -5,7 +5,7 @@ Upstream: sgl-project/sglang#35049 (merged), whose deferred release the checks h
 
 from __future__ import annotations
 
-from sglang.srt.disaggregation.local_steps import has_prompts_to_compute, step_watchers
+from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler_runtime_checker_mixin as engine
 
 __all__ = ["SchedulerRuntimeCheckerMixin"]
@@ -20,11 +20,10 @@ class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
         It would report them as lost. The KV events that go with it are published all the same: a quarantine may last
         for minutes. Adds that the time without a step is no step's.
         """
-        queue = getattr(self, "disagg_decode_transfer_queue", None)
-        for watcher in step_watchers(queue):
-            watcher.idle()
+        for idle in hooks_of(self).idle:
+            idle()
         # A turn without a step need not be idle: those that decoded have ended, and the prompts waited for them.
-        if has_prompts_to_compute(queue) or self.has_quarantine() or self.has_reads():
+        if has_work(self) or self.has_quarantine() or self.has_reads():
             self._publish_kv_events()
         else:
             super().self_check_during_idle()

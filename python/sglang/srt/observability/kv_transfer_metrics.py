@@ -100,14 +100,6 @@ class KvTransferCounters:
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
             self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
-            self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds, where one is set.")
-            self._step = gauge("decode_step_seconds", "Mean time of the last steps, where an ITL target is set.")
-            self._predicted = gauge(
-                "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
-            )
-            self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
-            self._held = counter("decode_itl_held_requests", "Times that the target held back whose turn it was.")
-            self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -159,27 +151,6 @@ class KvTransferCounters:
     def blocked(self) -> None:
         if self._counts_requests:
             self._blocked.inc()
-
-    def itl_target(self, seconds: float) -> None:
-        if self.enabled:
-            self._itl_target.set(seconds)
-
-    def itl(self, step_s: float, predicted_s: float) -> None:
-        if self.enabled:
-            self._step.set(step_s)
-            self._predicted.set(predicted_s)
-
-    def itl_waiting(self, waiting: int) -> None:
-        if self.enabled:
-            self._held_back.set(waiting)
-
-    def itl_held(self) -> None:
-        if self._counts_requests:
-            self._held.inc()
-
-    def ttft_late(self) -> None:
-        if self._counts_requests:
-            self._late.inc()
 
     def followed(self, num_tokens: int, seconds: float) -> None:
         if self._counts_requests:

@@ -14,16 +14,28 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.decode_admission import QueueEntry
+    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
-__all__ = ["NO_HOOKS", "DecodeHooks", "DeltaSource", "Hooks", "register"]
+__all__ = [
+    "NO_HOOKS",
+    "DecodeHooks",
+    "DeltaSource",
+    "Hooks",
+    "Limit",
+    "Lines",
+    "Measured",
+    "has_work",
+    "hooks_of",
+    "register",
+]
 
 Point = TypeVar("Point")
 # Of each class of this module, what makes the hooks of extras.
@@ -52,8 +64,134 @@ class Hooks(Generic[Point]):
 NO_HOOKS: Hooks[Any] = Hooks()
 
 
+def hooks_of(scheduler: Any) -> Hooks[DecodeHooks]:
+    """The `DecodeHooks` of a scheduler; of a worker that does not decode none."""
+    queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
+    hooks: Hooks[DecodeHooks] = NO_HOOKS if queue is None else queue.hooks
+    return hooks
+
+
+def has_work(scheduler: Any) -> bool:
+    """Whether a worker is busy though it has nothing in the core's queues."""
+    return any(has_work() for has_work in hooks_of(scheduler).has_work)
+
+
+class Measured(Protocol):
+    """What goes by figures that the first rank has measured: they are part of the one reduction (`Ranks.agree`)."""
+
+    width: int
+
+    def own(self) -> list[int]:
+        """This rank's, `width` of 0 or more."""
+        ...
+
+    def take(self, figures: list[int]) -> None:
+        """Those that all ranks go by; the order of this step may have been made."""
+        ...
+
+
+class Limit(Protocol):
+    """What bounds who decodes, beside memory, in one step of admission or resume."""
+
+    def add(self, plan: AdmissionPlan, req: Req, at_once: bool) -> bool:
+        """Whether ``req``, whose admission takes ``plan``, may be admitted; if not, it ends the step.
+
+        at_once: nothing is sent for it.
+        """
+        ...
+
+    def held_live(self) -> int | None:
+        """After a refusal: with fewer live requests than so many it is asked again; None: in the next step."""
+        ...
+
+
+class Lines:
+    """In which of two lines those that wait stand; here all in the first.
+
+    Of one priority, those in the second let those in the first pass, which is not counted as overtaking; in each line
+    the order is that of admission. Where the first go in place of the second, and where not, is for `mix` to say. All
+    of it is the same on all ranks.
+    """
+
+    #: Steps of a blocked queue between two looks at it, where that is less than the core's.
+    look_every: int | None = None
+
+    def begin_step(self, first: QueueEntry | None) -> None:
+        """The queue is looked at; ``first``: who came first of those that wait."""
+
+    def measured_alone(self) -> None:
+        """There is one rank, and what it has measured in this step counts for the order of this step."""
+
+    def is_second(self, entry: QueueEntry) -> bool:
+        """In which line it stands."""
+        return False
+
+    def split(self, entries: Sequence[QueueEntry]) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
+        """Those in the first line, and those in the second."""
+        return entries, ()
+
+    def looked_at(
+        self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
+    ) -> list[DecodeRequest]:
+        """Those of a queue that is too long for a step, in the order in which it looks at them. ready: as they came."""
+        return ready
+
+    def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
+        """The order of both lines. order: that of admission, of indices of ``entries``, by priority."""
+        return order
+
+    def version(self) -> Hashable:
+        """Another where `mix` may give another order of the same."""
+        return None
+
+
 class DecodeHooks:
     """One rank of a decode worker with a radix cache. Made with its scheduler and its tree, before its queues."""
+
+    # ---- what is measured ----
+
+    def measured(self) -> Measured:
+        """Called once, when the queues are made: what ranks agree on in each step. Of one width on all ranks."""
+        raise NotImplementedError
+
+    def note_step(self, batch: Any, result: Any) -> None:
+        """The result of a step has been processed, on this rank."""
+
+    def idle(self) -> None:
+        """This turn of the loop has no step: the time until the next result is not that of a step."""
+
+    def has_work(self) -> bool:
+        """Whether the worker is busy with what is in none of the core's queues."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """More for ``kv_pool`` of the worker's internal state."""
+        raise NotImplementedError
+
+    # ---- requests that wait ----
+
+    def lines(self) -> Lines:
+        """Called once, when the queues are made. Of several the last counts."""
+        raise NotImplementedError
+
+    def entered(self, entry: QueueEntry) -> None:
+        """A request has joined those that wait. This and the next two: on all ranks, in the same steps."""
+
+    def admitted(self, entry: QueueEntry) -> None:
+        """It is admitted."""
+
+    def left(self, entry: QueueEntry) -> None:
+        """It is admitted no more; or what it was admitted with has come, is computed here, or is lost."""
+
+    def arrived(self, entry: QueueEntry, seconds: float) -> None:
+        """What it was admitted with has come, or its last step over its prompt begins, ``seconds`` later."""
+
+    def limit(self, live: LiveReqs) -> Limit:
+        """Called once in a step in which somebody could be admitted, or come back. live: who decodes, or will."""
+        raise NotImplementedError
+
+    def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
+        """At the end of that step, and of each in which nobody could: whom a `limit` has refused, and how many wait."""
 
     # ---- which requests decode ----
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.step_time import StepWatch, has_prompts
+from sglang.srt.disaggregation.step_watch import StepWatch, has_prompts
 
 __all__ = ["AUTO", "UNIT", "Bucket", "Policy"]
 

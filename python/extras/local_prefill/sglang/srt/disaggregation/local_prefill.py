@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, Policy
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.disaggregation.step_time import OtherRanks
+from sglang.srt.disaggregation.step_watch import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
@@ -194,6 +194,18 @@ class LocalPrefills(DecodeHooks, DeltaSource):
         """Tokens of prompts that no step computes yet."""
         return sum(one.left for one in self.waiting)
 
+    def has_work(self) -> bool:
+        """Whether it is so."""
+        return self.busy
+
+    def state(self) -> dict[str, Any]:
+        """What ``kv_pool`` says of prompts that are computed here."""
+        return {"computes_up_to": self.policy.most}
+
+    def measured(self) -> Bucket:
+        """What goes by the times of steps."""
+        return self.bucket
+
     def reqs(self) -> list[Req]:
         """The requests that all ranks know to be here and that do not decode, those in the last step included."""
         found = {id(one.req): one.req for one in self.waiting if one.agreed}
@@ -320,6 +332,16 @@ class LocalPrefills(DecodeHooks, DeltaSource):
                 one.req.to_finish = FINISH_ABORT()
 
     # ---- steps ----
+
+    def note_step(self, batch: Any, result: Any) -> None:
+        """All learn from each step."""
+        for watcher in (self.bucket, self.steps, self.ranks):
+            watcher.note_step(batch, result)
+
+    def idle(self) -> None:
+        """And are told where the loop has nothing to do."""
+        for watcher in (self.bucket, self.steps, self.ranks):
+            watcher.idle()
 
     def take_aborted(self, overlapped: bool) -> list[DecodeRequest]:
         """Those that have been aborted and of which no step is in flight; they are no longer here.

@@ -6,7 +6,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.local_policy import Policy
@@ -16,18 +16,11 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "end_local_step",
-    "has_prompts_to_compute",
     "make_local_prefills",
-    "measured",
     "merge_computed",
     "next_local_batch",
-    "step_watchers",
-    "told_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -58,46 +51,6 @@ def make_local_prefills(queue: Any) -> LocalPrefills | None:
     queue.local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
     local: LocalPrefills = queue.local
     return local
-
-
-def measured(queue: Any) -> list[Any]:
-    """What goes by measured figures that ranks agree on, on a worker with this queue of transfers; None: on another."""
-    ttft = getattr(getattr(queue, "policy", None), "ttft", None)
-    return [*_watch_steps(queue), *([] if ttft is None else [ttft])]
-
-
-def step_watchers(queue: Any) -> list[Any]:
-    """What learns from each step, and is told where the loop has nothing to do."""
-    local = getattr(queue, "local", None)
-    return [*_watch_steps(queue), *([] if local is None else [local.steps, local.ranks])]
-
-
-def _watch_steps(queue: Any) -> list[Any]:
-    """What measures steps, and of which ranks agree on what it makes of them."""
-    local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
-    return [*([] if gate is None else [gate]), *([] if local is None else [local.bucket])]
-
-
-def told_of(scheduler: Any) -> dict[str, Any]:
-    """What ``kv_pool`` says of prompts that are computed here, and of targets for ITL and TTFT, where there are any."""
-    queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
-    local, gate = getattr(queue, "local", None), getattr(queue, "gate", None)
-    policy = getattr(queue, "policy", None)
-    told: dict[str, Any] = {}
-    if local is not None:
-        told["computes_up_to"] = local.policy.most
-    if gate is not None:
-        told["itl"] = gate.state()
-    if policy is not None and policy.ttft is not None:
-        entries = [dr.entry for dr in scheduler.disagg_decode_prealloc_queue.queue if dr.entry is not None]
-        told["ttft"] = policy.ttft.state(sum(map(policy.is_late, entries)))
-    return told
-
-
-def has_prompts_to_compute(queue: Any) -> bool:
-    """Whether a prompt waits to be computed here, or for its first decode step, on a worker with this queue."""
-    local = getattr(queue, "local", None)
-    return local is not None and local.busy
 
 
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:

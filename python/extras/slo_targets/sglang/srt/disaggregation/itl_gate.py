@@ -18,25 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-from sglang.srt.disaggregation.step_time import (
-    PS,
-    RECENT,
-    WIDTH,
-    Estimate,
-    Parts,
-    StepTimes,
-    StepWatch,
-    has_prompts,
-    mean_of,
-)
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Measured
+from sglang.srt.disaggregation.step_time import PS, RECENT, WIDTH, Estimate, Parts, StepTimes, mean_of
+from sglang.srt.disaggregation.step_watch import StepWatch, has_prompts
 from sglang.srt.mem_cache.prefix_reader import tokens_above
+from sglang.srt.observability.target_metrics import TargetMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["ItlGate", "Load"]
+__all__ = ["ItlGate", "ItlHooks", "Load"]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -114,7 +106,7 @@ class ItlGate:
         """shares: whether a step reads what several of its requests share once."""
         self.target_ms, self._target = target_ms, round(target_ms * PS / 1000)
         self._shares = shares
-        self._counters: KvTransferCounters | None = counters
+        self._counters: TargetMetrics | None = counters
         self.decode = StepTimes()
         # What all ranks go by.
         self.estimate: Estimate | None = None
@@ -145,7 +137,7 @@ class ItlGate:
             return None
         backend = getattr(scheduler.tp_worker.model_runner, "attn_backend", None)
         backend = getattr(backend, "full_attn_backend", backend)
-        counters = KvTransferCounters.get(scheduler.server_args)
+        counters = TargetMetrics.get(scheduler.server_args)
         counters.itl_target(target_ms / 1000)
         return cls(target_ms, getattr(backend, "shares_prefixes", False), counters)
 
@@ -344,3 +336,57 @@ def _aborted(req: Req) -> bool:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1000 * seconds, 3)
+
+
+class StepLimit:
+    """The gate in one step of admission or resume."""
+
+    def __init__(self, gate: ItlGate, live: LiveReqs):
+        self._gate, self._load = gate, gate.load(live)
+
+    def add(self, plan: AdmissionPlan, req: Req, at_once: bool) -> bool:
+        """Whether steps do not become too long with ``req``."""
+        return self._gate.add(self._load, plan, req, at_once)
+
+    def held_live(self) -> int | None:
+        """While nobody ends, steps only become longer; but those that are run may be what it needs."""
+        return None if self._gate.untried else len(self._load.reqs)
+
+
+class ItlHooks(DecodeHooks):
+    """The gate in the core's events."""
+
+    def __init__(self, gate: ItlGate):
+        self.gate = gate
+
+    @classmethod
+    def of(cls, queue: Any) -> ItlHooks | None:
+        """Of a worker with a target. queue: of transfers, which knows the scheduler."""
+        # Their metrics are there in any case.
+        TargetMetrics.get(queue.scheduler.server_args)
+        gate = ItlGate.of(queue.scheduler)
+        return None if gate is None else cls(gate)
+
+    def measured(self) -> Measured:
+        """What steps take."""
+        return self.gate
+
+    def note_step(self, batch: Any, result: Any) -> None:
+        """Its time is measured."""
+        self.gate.note_step(batch, result)
+
+    def idle(self) -> None:
+        """No step's time."""
+        self.gate.idle()
+
+    def state(self) -> dict[str, Any]:
+        """See `ItlGate.state`."""
+        return {"itl": self.gate.state()}
+
+    def limit(self, live: LiveReqs) -> StepLimit:
+        """The time of the steps that ``live`` requests are in."""
+        return StepLimit(self.gate, live)
+
+    def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
+        """See `ItlGate.tell_held`."""
+        self.gate.tell_held(rid, waiting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,9 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import ttft_target
-from sglang.srt.disaggregation.admission_step import LATE_INTERVAL
 from sglang.srt.disaggregation.decode_admission import admission_order
 from sglang.srt.disaggregation.decode_agreement import WINDOW
-from sglang.srt.disaggregation.local_steps import measured, step_watchers, told_of
-from sglang.srt.disaggregation.ttft_target import EVERY, TtftTarget, late_by_turns
+from sglang.srt.disaggregation.ttft_target import EVERY, LATE_INTERVAL, LateLines, TtftTarget, late_by_turns
 from test_followers import asked, candidates_of, queue
 from test_step_in_flight import Play, scripts
 from test_traps import Rank, serve, tokens
@@ -47,8 +44,13 @@ def clock() -> Iterator[Any]:
 
 def told(world: World) -> dict[str, Any]:
     """What ``kv_pool`` has of it."""
-    queues = {"disagg_decode_transfer_queue": world.transfer, "disagg_decode_prealloc_queue": world.queue}
-    return told_of(SimpleNamespace(**queues))
+    world.scheduler.disagg_decode_prealloc_queue = world.queue
+    return {name: figures for state in world.transfer.hooks.state for name, figures in state().items()}
+
+
+def target_of(world: World) -> TtftTarget | None:
+    lines = world.transfer.hooks.lines
+    return lines[0].__self__.target if lines else None
 
 
 def admitted(waiting: list[Any]) -> list[int]:
@@ -60,13 +62,12 @@ def test_what_leaves_without_an_admission_is_kept_no_longer():
     world = World(size=32, page_size=4, reserved=0, options=target(1e9))
     first, *rest = queue(world, *(tokens(n + 1, 24) for n in range(5)))
     world.step()
-    policy = world.queue.policy
-    assert admitted([first, *rest]) == [0] and len(policy.ttft._in_time) == 4
+    assert admitted([first, *rest]) == [0] and len(target_of(world)._in_time) == 4
     for decode_req in rest:
         decode_req.kv_receiver.abort()
     for _ in range(LATE_INTERVAL):
         world.step()
-    assert not world.queue.queue and not policy.ttft._in_time
+    assert not world.queue.queue and not target_of(world)._in_time
 
 
 def test_what_has_been_admitted_is_kept_no_longer(clock):
@@ -152,22 +153,31 @@ def test_every_fourth_is_late(in_time, late, since):
 
 
 @given(
-    candidates_of(late=st.booleans(), follows=st.booleans()),
+    candidates_of(),
+    st.integers(0, 31),
+    st.lists(st.booleans(), min_size=12, max_size=12),
     st.integers(0, 8),
     st.lists(st.integers(0, EVERY), min_size=3, max_size=3),
 )
-def test_a_higher_priority_goes_first_and_each_part_keeps_its_order(candidates, bound, since):
-    order = admission_order(candidates, bound, since.__getitem__)
+def test_a_higher_priority_goes_first_and_each_part_keeps_its_order(candidates, late_before, follow, bound, since):
+    def mixed(late_before: int) -> list[int]:
+        target = SimpleNamespace(is_late=late_before.__gt__, since_late=since.__getitem__)
+        entries = [
+            SimpleNamespace(arrival=c.arrival, priority=c.priority, coming=one)
+            for c, one in zip(candidates, follow, strict=False)
+        ]
+        return LateLines(target).mix(admission_order(candidates, bound), entries)
+
+    order = mixed(late_before)
     assert sorted(order) == list(range(len(candidates)))
     priorities = [candidates[i].priority for i in order]
     assert priorities == sorted(priorities)
     # The late ones, and the others, have the order that they have without each other; and nobody is late: as before.
     for late, follows in itertools.product((False, True), repeat=2):
-        part = [c for c in candidates if (c.late, c.follows) == (late, follows)]
-        alone = [part[i] for i in admission_order(part, bound)]
-        assert [c for c in map(candidates.__getitem__, order) if (c.late, c.follows) == (late, follows)] == alone
-    before = [dataclasses.replace(c, late=False) for c in candidates]
-    assert admission_order(before, bound, since.__getitem__) == admission_order(before, bound)
+        which = [i for i, c in enumerate(candidates) if (c.arrival < late_before, follow[i]) == (late, follows)]
+        alone = [which[n] for n in admission_order([candidates[i] for i in which], bound)]
+        assert [i for i in order if i in which] == alone
+    assert mixed(0) == admission_order(candidates, bound)
 
 
 # ---- on a worker ----
@@ -286,7 +296,7 @@ def test_what_is_computed_here_is_measured_too():
     options = target(2000.0, disaggregation_decode_local_prefill="40")
     loop = Loop(options=options, size=512, page_size=4, reserved=0, max_reqs=8)
     took: list[float] = []
-    loop.transfer.policy.ttft.arrived = took.append
+    target_of(loop).arrived = took.append
 
     def between() -> None:
         if loop.iterations in range(1, 20, 3):
@@ -329,13 +339,12 @@ def test_one_in_time_that_fits_does_not_wait_for_long_behind_a_late_one_that_doe
 
 def test_without_the_option_nothing_is_measured_or_told():
     world = World()
-    assert world.transfer.policy.ttft is None
-    assert not [one for one in measured(world.transfer) if isinstance(one, TtftTarget)]
+    assert target_of(world) is None and not world.transfer.hooks.measured
     assert "ttft" not in told(world)
     # With it, ranks agree on it, and steps are not its matter.
     world = World(options=target(5.0))
-    assert world.transfer.policy.ttft in measured(world.transfer)
-    assert world.transfer.policy.ttft not in step_watchers(world.transfer)
+    assert target_of(world) in [measured() for measured in world.transfer.hooks.measured]
+    assert not world.transfer.hooks.note_step
 
 
 @given(script=scripts, ms=st.sampled_from([0.001, 1.0, 20.0]))
@@ -390,7 +399,7 @@ def overloaded(rank: int, options: dict[str, Any]) -> list[Any]:
             # Its place is given away when the clock has gone on.
             clock.now += 0.05
             me.world.step()
-    ttft = me.world.transfer.policy.ttft
+    ttft = target_of(me.world)
     served = [n for n, one in enumerate(waiting) if one.wire.asked]
     oldest = next(n for n in range(len(waiting)) if n not in served)
     overtaken = max(one.entry.overtaken for one in waiting if one.entry is not None)

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_adder import DecodeAdder
 from sglang.srt.disaggregation.decode_budget import LiveReqs
-from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, Load
+from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, ItlHooks, Load
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
@@ -58,9 +58,14 @@ def estimate(
     return Estimate(parts, milli_tokens, answer, requests, known_tokens, delay, waits).figures()
 
 
+def gate_of(world: World) -> ItlGate | None:
+    limits = world.transfer.hooks.limit
+    return limits[0].__self__.gate if limits else None
+
+
 def known(world: World, figures: list[int]) -> ItlGate:
     """The gate of ``world``, which takes its steps to be as ``figures`` say."""
-    gate = world.transfer.gate
+    gate = gate_of(world)
     assert gate is not None
     gate.own = lambda: figures  # type: ignore[method-assign]
     gate.take(figures)
@@ -397,7 +402,8 @@ def test_an_idle_turn_of_the_loop_ends_the_time_of_steps(monkeypatch):
     gate = made(10)
     gate.note_step(batch([req(1)]), SimpleNamespace(), 1.0)
     worker = object.__new__(SchedulerRuntimeCheckerMixin)
-    worker.disagg_decode_transfer_queue = SimpleNamespace(gate=gate, local=None, quarantine=[])
+    hooks = SimpleNamespace(idle=[ItlHooks(gate).idle], has_work=[])
+    worker.disagg_decode_transfer_queue = SimpleNamespace(hooks=hooks, quarantine=[])
     worker.self_check_during_idle()
     assert gate._watch._ended is None
 
@@ -407,12 +413,12 @@ def test_an_idle_turn_of_the_loop_ends_the_time_of_steps(monkeypatch):
 
 def test_without_the_option_there_is_no_gate_and_nothing_is_measured(monkeypatch):
     world = World()
-    assert world.transfer.gate is None
+    assert gate_of(world) is None
     made_with: list[Any] = []
     real = DecodeAdder.__init__
 
     def noted(self, *args, **kwargs):
-        made_with.append(kwargs["gate"])
+        made_with.append(kwargs["limits"])
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(DecodeAdder, "__init__", noted)
@@ -625,7 +631,7 @@ def shifting(seed: int) -> Iterator[list[int]]:
 
 def shift(loop: Loop, seed: int) -> None:
     told = shifting(seed)
-    loop.transfer.gate.own = lambda: next(told)
+    gate_of(loop).own = lambda: next(told)
 
 
 class HeldPlay(Play):
@@ -650,7 +656,7 @@ def test_every_life_ends_under_a_target(loop_type):
         loop = loop_type(options=target(1.5), size=size, page_size=4, reserved=0, max_reqs=4)
         shift(loop, seed)
         Play(loop, script).run()
-        held += loop.transfer.gate.held_requests
+        held += gate_of(loop).held_requests
 
     play()
     assert held
@@ -692,7 +698,7 @@ def test_the_real_loop_measures_its_steps():
             raise LoopEnds
 
     loop.run(between)
-    gate = loop.transfer.gate
+    gate = gate_of(loop)
     told = Estimate.of(gate.own())
     assert told is not None and told.requests == 3 and 8 < told.tokens <= 3 * 20
     assert 0 < gate.state()["step_ms"] < 10_000 and gate.state()["predicted_ms"] > 0
@@ -707,7 +713,7 @@ def on_ranks(rank: int, script: list[list[tuple]], lags: list[int], seed: int) -
     shift(loop, seed + 1000 * rank)
     play = RankPlay(loop, rank, script, lags)
     play.run()
-    gate = loop.transfer.gate
+    gate = gate_of(loop)
     return [*play.turns, ("held", gate.held_requests, loop.queue.ranks.disagreements)]
 
 
@@ -731,7 +737,7 @@ def hears_the_first(rank: int) -> list[Any]:
     requests = queue(me.world, *(tokens(n, 8) for n in range(1, 6)))
     for _ in range(3):
         me.step()
-    return [asked(requests), me.world.transfer.gate.estimate, me.world.queue.ranks.disagreements]
+    return [asked(requests), gate_of(me.world).estimate, me.world.queue.ranks.disagreements]
 
 
 def test_all_go_by_what_the_first_rank_has_measured(pair):

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.itl_gate import ItlGate
+from sglang.srt.disaggregation.step_time import MOST_DRIFT
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from test_dp_slices import seen_beside
 
 MS = 1e-3
 ENDED = FINISH_LENGTH(0)
@@ -200,3 +202,16 @@ def test_the_gauge_says_at_once_that_nobody_is_held_any_more():
     for rid, waiting in (("x", 3), ("x", 3), (None, 3), (None, 0)):
         gate.tell_held(rid, lambda waiting=waiting: waiting)
     assert written == [3, 0]
+
+
+def test_another_ranks_prompts_are_no_requests_of_a_step():
+    """The gate takes no step for as long as they made it; clients wait for it."""
+    gates = [ItlGate(15.0) for _ in range(2)]
+    for gate, prompts in zip(gates, (False, True), strict=True):
+        seen_beside(gate, prompts)
+        gate.take(gate.own())
+    alone, beside = (gate.estimate for gate in gates)
+    # 0.2 s in every fourth step are beyond what is allowed to be said of them.
+    assert (alone.waits, beside.waits) == (1000, 1000 * MOST_DRIFT)
+    assert alone == beside._replace(decode=alone.decode, waits=1000) and alone.requests == 8
+    assert beside.decode.of(4, 4) == pytest.approx(alone.decode.of(4, 4), rel=0.05)

@@ -10,20 +10,30 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+import itertools
 import time
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Lines, Measured
+from sglang.srt.observability.target_metrics import TargetMetrics
 
-__all__ = ["TtftTarget", "late_by_turns"]
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_admission import QueueEntry
+
+__all__ = ["LATE_INTERVAL", "LateLines", "TtftHooks", "TtftTarget", "late_by_turns"]
 
 # Of so many admissions while somebody is late, one is of those that are.
 EVERY = 4
 # Between its admission and its first token a request is taken to take no longer than this part of the last ones did:
 # more where many prompts are long would make all late, and less would admit most of them just too late.
 RECENT, PART = 64, 0.75
+# Steps of a blocked queue between two looks at it: what goes next may have become late meanwhile, and another, which
+# fits, is not.
+LATE_INTERVAL = 4
 # Priorities of which is kept whose turn it is; clients choose them.
 PRIORITIES = 4096
 
@@ -37,7 +47,7 @@ class TtftTarget:
 
     width = 1
 
-    def __init__(self, target_s: float, counters: KvTransferCounters | None = None):
+    def __init__(self, target_s: float, counters: TargetMetrics | None = None):
         self._target_s, self._counters = target_s, counters
         # Those that wait and are not late by this rank's clock: when they came, by their numbers, which rise.
         self._in_time: OrderedDict[int, float] = OrderedDict()
@@ -55,7 +65,7 @@ class TtftTarget:
     def of(cls, server_args: Any) -> TtftTarget | None:
         """Of the options of a decode worker; None where they have no target."""
         target_ms = server_args.disaggregation_decode_ttft_target
-        return None if target_ms is None else cls(target_ms / 1000, KvTransferCounters.get(server_args))
+        return None if target_ms is None else cls(target_ms / 1000, TargetMetrics.get(server_args))
 
     # ---- what happens ----
 
@@ -146,3 +156,97 @@ def late_by_turns(
         since_late += not follows(one)
     placed = set(order)
     return [*order, *(one for one in late if one not in placed)]
+
+
+class LateLines(Lines):
+    """Those that can be in time in the first line, and who is late in the second."""
+
+    look_every = LATE_INTERVAL
+
+    def __init__(self, target: TtftTarget):
+        self._target = target
+
+    def begin_step(self, first: QueueEntry | None) -> None:
+        """What has been agreed on counts from now on."""
+        self._target.begin_step()
+        if first is None or not self.is_second(first):
+            self._target.nobody_is_late()
+
+    def measured_alone(self) -> None:
+        """The same."""
+        self._target.begin_step()
+
+    def is_second(self, entry: QueueEntry) -> bool:
+        """Whether it is late."""
+        return self._target.is_late(entry.arrival)
+
+    def split(self, entries: Sequence[QueueEntry]) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
+        """Those in time, and those that are late."""
+        in_time, late = ([entry for entry in entries if self.is_second(entry) is which] for which in (False, True))
+        return in_time, late
+
+    def looked_at(
+        self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
+    ) -> list[DecodeRequest]:
+        """Those in time first."""
+        first_in_time = bisect_left(ready, self._target.late_before, key=lambda dr: entry_of(dr).arrival)
+        return [*ready[first_in_time:], *ready[:first_in_time]]
+
+    def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
+        """Of each priority as `late_by_turns`."""
+        late = {i for i in order if self.is_second(entries[i])}
+        if not late:
+            return order
+        mixed: list[int] = []
+        for priority, group in itertools.groupby(order, lambda i: entries[i].priority):
+            same = [*group]
+            parts = [i for i in same if i not in late], [i for i in same if i in late]
+            mixed += late_by_turns(*parts, self._target.since_late(priority), lambda i: entries[i].coming > 0)
+        return mixed
+
+    def version(self) -> Hashable:
+        """It changes with who is late, and whose turn it is."""
+        return self._target.late_before, self._target.admissions
+
+
+class TtftHooks(DecodeHooks):
+    """The target in the core's events. queue: of transfers, which knows the scheduler."""
+
+    def __init__(self, target: TtftTarget, queue: Any):
+        self.target, self._queue = target, queue
+
+    @classmethod
+    def of(cls, queue: Any) -> TtftHooks | None:
+        """Of a worker with a target."""
+        target = TtftTarget.of(queue.scheduler.server_args)
+        return None if target is None else cls(target, queue)
+
+    def measured(self) -> Measured:
+        """Who is late by the first rank's clock."""
+        return self.target
+
+    def lines(self) -> LateLines:
+        """Of those in time, and of those that are late."""
+        return LateLines(self.target)
+
+    def entered(self, entry: QueueEntry) -> None:
+        """It is in time."""
+        self.target.joined(entry.arrival)
+
+    def admitted(self, entry: QueueEntry) -> None:
+        """In time, or late."""
+        self.target.admitted(entry.arrival, entry.priority)
+
+    def left(self, entry: QueueEntry) -> None:
+        """Its time does not count."""
+        self.target.left(entry.arrival)
+
+    def arrived(self, entry: QueueEntry, seconds: float) -> None:
+        """Or does."""
+        self.target.arrived(seconds)
+
+    def state(self) -> dict[str, Any]:
+        """See `TtftTarget.state`."""
+        queue = self._queue.scheduler.disagg_decode_prealloc_queue.queue
+        late = [self.target.is_late(dr.entry.arrival) for dr in queue if dr.entry is not None]
+        return {"ttft": self.target.state(sum(late))}

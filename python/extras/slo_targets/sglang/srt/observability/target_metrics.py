@@ -1,0 +1,72 @@
+"""Metrics of the targets for ITL and TTFT.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["TargetMetrics"]
+
+
+class TargetMetrics:
+    """Prometheus metrics of one decode worker; every method is a no-op unless it runs with ``--enable-metrics``."""
+
+    _made: WeakKeyDictionary[KvTransferCounters, TargetMetrics] = WeakKeyDictionary()
+
+    @classmethod
+    def get(cls, server_args: ServerArgs) -> TargetMetrics:
+        """Those of this process, beside its counters."""
+        counters = KvTransferCounters.get(server_args)
+        if counters not in cls._made:
+            cls._made[counters] = cls(counters)
+        return cls._made[counters]
+
+    def __init__(self, counters: KvTransferCounters):
+        self.enabled, self._counts_requests = counters.enabled, counters.counts_requests
+        labels = counters.labels
+        if self.enabled:
+            from prometheus_client import Counter, Gauge
+
+            def counter(name: str, text: str):
+                return Counter(f"sglang:{name}", text, [*labels]).labels(**labels)
+
+            def gauge(name: str, text: str):
+                return Gauge(f"sglang:{name}", text, [*labels], multiprocess_mode="mostrecent").labels(**labels)
+
+            self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds, where one is set.")
+            self._step = gauge("decode_step_seconds", "Mean time of the last steps, where an ITL target is set.")
+            self._predicted = gauge(
+                "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
+            )
+            self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
+            self._held = counter("decode_itl_held_requests", "Times that the target held back whose turn it was.")
+            self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
+
+    def itl_target(self, seconds: float) -> None:
+        if self.enabled:
+            self._itl_target.set(seconds)
+
+    def itl(self, step_s: float, predicted_s: float) -> None:
+        if self.enabled:
+            self._step.set(step_s)
+            self._predicted.set(predicted_s)
+
+    def itl_waiting(self, waiting: int) -> None:
+        if self.enabled:
+            self._held_back.set(waiting)
+
+    def itl_held(self) -> None:
+        if self._counts_requests:
+            self._held.inc()
+
+    def ttft_late(self) -> None:
+        if self._counts_requests:
+            self._late.inc()
