@@ -182,7 +182,7 @@ def test_extra_key_keeps_prefixes_apart(on, page, shareable):
 
 
 def test_samples_of_a_prompt(on, truth, page):
-    """Trap 30; more of it in test_samples.py."""
+    """Trap 30; more of it in python/extras/samples/tests/test_samples.py."""
     on.flush()
     prompt = base_prompt(page)
     body = on.body(prompt, 16)

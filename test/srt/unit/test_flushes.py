@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowRadixCache
+from sglang.srt.mem_cache.tier import NO_TIER
 
 
 class Rank(Scheduler):
@@ -93,22 +93,12 @@ def test_what_may_change_the_weights(message, changes, monkeypatch):
     assert all(so_far == changes for _, so_far in done)
 
 
-class Saving(PegaFlowRadixCache):
-    """The tree of an aggregated server with PegaFlow, of which nothing is under way."""
-
-    def __init__(self) -> None:
-        pass
-
-    def advance(self) -> bool:
-        return False
-
-
 def flush_by_clocks(
-    rank: int, ahead: list[float], idle_from: list[int], pegaflow: bool = False, timeout_s: float = 1000
+    rank: int, ahead: list[float], idle_from: list[int], with_tier: bool = False, timeout_s: float = 1000
 ) -> list[tuple]:
     """What comes of a flush, and when. ahead: how far each rank's clock is when it has begun to wait."""
-    scheduler, said = Rank(DisaggregationMode.NULL if pegaflow else DisaggregationMode.DECODE), []
-    scheduler.tree_cache = Saving() if pegaflow else None
+    scheduler, said = Rank(DisaggregationMode.NULL if with_tier else DisaggregationMode.DECODE), []
+    scheduler.tree_cache = SimpleNamespace(tier=NO_TIER) if with_tier else None
     scheduler.attn_tp_size, scheduler.attn_tp_cpu_group = 2, dist.group.WORLD
     scheduler.busy_until = idle_from[rank]
     scheduler.send_to_tokenizer.send_output = lambda answer, to: said.append((scheduler.turn, answer.success))
@@ -131,10 +121,10 @@ def flush_by_clocks(
         ([2000, 0], [0, 5], [(3, False)]),
     ],
 )
-@pytest.mark.parametrize("pegaflow", [False, True])
-def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, pegaflow):
-    """A tree that only one of them has emptied is not that of the other. With PegaFlow they meet in the flush, too."""
-    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, pegaflow)) == said
+@pytest.mark.parametrize("with_tier", [False, True])
+def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, with_tier):
+    """A tree that only one of them has emptied is not that of the other. A server by itself may have a tier."""
+    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, with_tier)) == said
 
 
 @pytest.mark.parametrize(("idle_from", "flushed"), [([0, 0], True), ([0, 4], False), ([4, 0], False), ([4, 4], False)])

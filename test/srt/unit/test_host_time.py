@@ -16,76 +16,14 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_budget import live_reqs
 from sglang.srt.disaggregation.decode_rows import KeptRows
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.observability import request_life
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
-from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import serve, serve_to_end, to_prebuilt, tokens
 
-ENGINE = engine_class(Scheduler)
 # The engine's, which makes the messages.
 MESSAGES = engine_class(SchedulerOutputProcessorMixin)
-
-
-class Reqs(list):
-    """Requests that say how often somebody has gone through all of them."""
-
-    passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return super().__iter__()
-
-
-@pytest.fixture
-def scheduler(monkeypatch):
-    """One whose engine is told of batches and does nothing with them."""
-    made = object.__new__(Scheduler)
-    made.told = []
-    monkeypatch.setattr(MESSAGES, "stream_output_generation", lambda self, reqs, *_: self.told.append(reqs))
-    monkeypatch.setattr(ENGINE, "process_batch_result", lambda self, batch, result: None)
-    made.tree_cache, made.disaggregation_mode = object.__new__(ChunkCache), DisaggregationMode.DECODE
-    return made
-
-
-def test_who_runs_is_not_asked_for_parts_that_nobody_has(scheduler):
-    reqs = Reqs(SimpleNamespace() for _ in range(3))
-    reqs.passes = 0
-    scheduler.stream_output_generation(reqs, False)
-    assert scheduler.told == [reqs] and reqs.passes == 0
-
-
-@pytest.mark.parametrize("part", ["return_hidden_states", "return_routed_experts"])
-def test_a_request_with_parts_of_its_own_is_noted_when_it_comes(scheduler, monkeypatch, part):
-    scheduler.server_args = SimpleNamespace(enable_custom_logit_processor=False)
-    monkeypatch.setattr(ENGINE, "handle_generate_request", lambda self, req: None)
-    plain = {"rid": "r", "custom_logit_processor": None, "return_hidden_states": False, "return_routed_experts": False}
-    scheduler.handle_generate_request(SimpleNamespace(**plain))
-    assert not scheduler.has_optional_parts
-    scheduler.handle_generate_request(SimpleNamespace(**{**plain, part: True}))
-    assert scheduler.has_optional_parts
-
-
-def test_a_step_whose_output_has_parts_of_requests_is_noted(scheduler):
-    batch = SimpleNamespace(reqs=[])
-    scheduler.process_batch_result(batch, SimpleNamespace(logits_output=SimpleNamespace(customized_info=None)))
-    scheduler.process_batch_result(batch, SimpleNamespace())
-    assert not scheduler.has_optional_parts
-    scheduler.process_batch_result(batch, SimpleNamespace(logits_output=SimpleNamespace(customized_info={"a": [1]})))
-    assert scheduler.has_optional_parts
-
-
-def test_a_step_in_which_nothing_fails_goes_through_nobody(scheduler):
-    reqs = Reqs([Req("a", "", [1], SamplingParams(max_new_tokens=2))])
-    reqs.passes = 0
-    scheduler._fail_running(reqs, {})
-    assert reqs.passes == 0
-    # Of a padded batch a result has places that are nobody's.
-    scheduler._fail_running(reqs, {0: "no token", 1: "no token"})
-    assert reqs.passes == 0 and isinstance(reqs[0].to_finish, FINISH_ABORT)
 
 
 def test_what_decode_held_is_put_together_once(monkeypatch):

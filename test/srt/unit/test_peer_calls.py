@@ -18,8 +18,8 @@ from sglang.srt.disaggregation import peer_calls, room_notes
 from sglang.srt.disaggregation.peer_calls import (
     COMPUTED_ROUTE,
     FIELDS,
+    REFUSED_RANK_ROUTE,
     REFUSED_ROUTE,
-    SAMPLE_ROUTE,
     NotNow,
     Unanswered,
     ask,
@@ -71,17 +71,17 @@ def test_those_that_do_not_answer_hold_up_nothing_for_another(prefill, heard, bl
         for call in (
             tell(addr, REFUSED_ROUTE, [room], reason="why"),
             tell(addr, COMPUTED_ROUTE, [room]),
-            ask(addr, SAMPLE_ROUTE, [room], derivation=1),
+            ask(addr, REFUSED_RANK_ROUTE, [room], dp_rank=1),
         )
     ]
     tell(prefill, REFUSED_ROUTE, [7, 8], reason="why").result(20)
     tell(prefill, COMPUTED_ROUTE, [9]).result(20)
-    assert ask(prefill, SAMPLE_ROUTE, [7], derivation=1).result(20) == (200, "OK")
+    assert ask(prefill, REFUSED_RANK_ROUTE, [7], dp_rank=1).result(20) == (200, "OK")
     assert time.monotonic() - began < 15
     assert heard == [
         (REFUSED_ROUTE, [7, 8], {"reason": "why"}),
         (COMPUTED_ROUTE, [9], {}),
-        (SAMPLE_ROUTE, [7], {"derivation": 1}),
+        (REFUSED_RANK_ROUTE, [7], {"dp_rank": 1}),
     ]
     assert not any(call.done() for call in silent) and all(call.cancel() for call in silent)
 
@@ -90,14 +90,15 @@ def test_one_that_does_not_answer_is_given_up(monkeypatch, black_holes, caplog):
     monkeypatch.setattr(peer_calls, "ANSWER_S", 0.2)
     monkeypatch.setattr(peer_calls, "AGAIN_S", 0.1)
     # Also those that wait for a connection.
-    asked = [ask(black_holes[0], SAMPLE_ROUTE, [5], derivation=1) for _ in range(4 * peer_calls.AT_ONCE)]
+    asked = [ask(black_holes[0], REFUSED_RANK_ROUTE, [5], dp_rank=1) for _ in range(4 * peer_calls.AT_ONCE)]
     for one in asked:
         with pytest.raises(Unanswered, match="no answer in 0.2 s"):
             one.result(20)
     with pytest.raises(Unanswered):
         tell(black_holes[0], REFUSED_ROUTE, [5, 6], reason="why").result(20)
-    until(lambda: caplog.records, "the log", timeout=5)
-    (said,) = (record.getMessage() for record in caplog.records)
+    told = lambda: [one.getMessage() for one in caplog.records if one.name == peer_calls.__name__]  # noqa: E731
+    until(told, "the log", timeout=5)
+    (said,) = told()
     assert "could not be told of room 5 and 1 more (refused_room): no answer in 0.2 s" in said
 
 
@@ -208,9 +209,9 @@ def test_calls_are_bounded_and_go_on_where_a_thread_can_be_started(monkeypatch, 
     monkeypatch.setattr(peer_calls, "MOST_WAITING", 3)
     waiting = [tell(black_holes[0], COMPUTED_ROUTE, [5]) for _ in range(3)]
     with pytest.raises(Unanswered, match="too many calls wait"):
-        ask(prefill, SAMPLE_ROUTE, [5], derivation=1).result(0)
+        ask(prefill, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(0)
     assert all(one.cancel() for one in waiting)
-    assert ask(prefill, SAMPLE_ROUTE, [5], derivation=1).result(20) == (200, "OK")
+    assert ask(prefill, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(20) == (200, "OK")
 
 
 # ---- who is told ----
@@ -245,16 +246,16 @@ def test_a_text_can_be_said_to_the_client(prefill, heard):
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("no"), 400), (NotNow("no"), 503)])
 def test_what_is_refused_by_who_listens(prefill, error, status):
-    def refuse(rooms: list[int], derivation: int) -> None:
+    def refuse(rooms: list[int], dp_rank: int) -> None:
         raise error
 
-    listen(SAMPLE_ROUTE, refuse)
-    assert ask(prefill, SAMPLE_ROUTE, [5], derivation=1).result(20) == (status, "no")
+    listen(REFUSED_RANK_ROUTE, refuse)
+    assert ask(prefill, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(20) == (status, "no")
 
 
 def test_a_prefill_that_nobody_listens_at_is_starting(prefill, monkeypatch):
     monkeypatch.setattr(peer_calls, "_listeners", {})
-    status, said = ask(prefill, SAMPLE_ROUTE, [5], derivation=1).result(20)
+    status, said = ask(prefill, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(20)
     assert status == 503 and "starting" in said
 
 
@@ -269,7 +270,7 @@ def test_a_body_that_cannot_be_read_is_a_bad_request(caplog):
 
 def test_a_loop_awaits_an_answer(prefill):
     async def wait() -> tuple[int, str]:
-        return await asyncio.wrap_future(ask(prefill, SAMPLE_ROUTE, [5], derivation=1))
+        return await asyncio.wrap_future(ask(prefill, REFUSED_RANK_ROUTE, [5], dp_rank=1))
 
     assert asyncio.run(wait()) == (200, "OK")
 
@@ -288,7 +289,7 @@ def test_names_that_dns_does_not_answer_hold_up_no_other(prefill, monkeypatch):
     told = [tell(f"silent-{i}:1", COMPUTED_ROUTE, [5]) for i in range(100)]
     try:
         known = f"known:{prefill.rpartition(':')[2]}"
-        assert ask(known, SAMPLE_ROUTE, [5], derivation=1).result(30)[0] == 200
+        assert ask(known, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(30)[0] == 200
     finally:
         over.set()
         for one in told:

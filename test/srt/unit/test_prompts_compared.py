@@ -26,7 +26,6 @@ from sglang.srt.disaggregation.decode_prefix import OTHER_IMAGES, pages, prompt_
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.checked_requests import CheckedRequests
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -262,9 +261,10 @@ def test_the_tokenizer_process_makes_the_digest(monkeypatch):
     made = []
     monkeypatch.setenv(decode_prefix.COMPARE_PROMPTS, "1")
     monkeypatch.setattr(decode_prefix, "prompt_digest", lambda *args: made.append(args) or prompt_digest(*args))
-    message = SimpleNamespace(sampling_params=SimpleNamespace())
-    monkeypatch.setattr(CheckedRequests, "_create_tokenized_object", lambda *args: message)
+    message = SimpleNamespace(sampling_params=SimpleNamespace(stop_token_ids=None))
+    monkeypatch.setattr(engine_class(TokenizerManager), "_create_tokenized_object", lambda *args: message)
     manager = object.__new__(TokenizerManager)
+    manager.model_config = SimpleNamespace(vocab_size=1000)
     manager.disaggregation_mode = DisaggregationMode.DECODE
     assert manager._create_tokenized_object(None, "", PROMPT, None, None) is message
     req = req_of(PROMPT)
@@ -274,13 +274,13 @@ def test_the_tokenizer_process_makes_the_digest(monkeypatch):
     assert len(prompt_digests(req)) == 32 and len(made) == 2
     req.origin_input_ids = req.origin_input_ids_unpadded = PROMPT[:-1]
     assert prompt_digests(req) == prompt_digest(PROMPT[:-1], len(PROMPT) - 1) and len(made) == 3
-    message.sampling_params = SimpleNamespace()
+    message.sampling_params = SimpleNamespace(stop_token_ids=None)
     prefill = DisaggregationMode.PREFILL
     for mode, images, compares in (DisaggregationMode.NULL, None, "1"), (prefill, [1], "1"), (prefill, None, "0"):
         manager.disaggregation_mode = mode
         monkeypatch.setenv(decode_prefix.COMPARE_PROMPTS, compares)
         manager._create_tokenized_object(None, "", PROMPT, None, images)
-    assert not vars(message.sampling_params)
+    assert vars(message.sampling_params) == {"stop_token_ids": None}
 
 
 def test_a_decode_worker_that_does_not_say_its_prompt_is_served(make):

@@ -65,11 +65,6 @@ def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_t
         assert scheduler.recv_pyobj() == refusal.RefusedReq(room, "rid in use", by_decode=True)
 
 
-def test_several_tokenizers_give_samples_no_rooms(several_tokenizers):
-    status, said = peer_calls.ask(several_tokenizers[0], peer_calls.SAMPLE_ROUTE, [5], derivation=1).result(20)
-    assert status == 400 and "--tokenizer-worker-num" in said
-
-
 def test_what_decode_has_refused_is_the_clients_error_on_prefill(monkeypatch):
     """The scheduler says it, to whichever tokenizer process the request came."""
     scheduler, told = object.__new__(Scheduler), []

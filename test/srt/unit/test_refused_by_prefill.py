@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -25,12 +24,10 @@ from sglang.srt.disaggregation.deferred_release import abort_transfer
 from sglang.srt.disaggregation.peer_calls import REFUSED_RANK_ROUTE
 from sglang.srt.disaggregation.refusal import RefusedReq, blames_request
 from sglang.srt.lora.lora_registry import LoRARegistry
-from sglang.srt.managers.drain import REASON, rooms_of
-from sglang.srt.managers.samples import sample_room
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_refusals import ROOM, RefusingPrefill
-from test_samples import MODES, Manager, answers, body
+from tokenizer_front import MODES, Manager, answers, body
 from waiting import until
 
 WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
@@ -223,15 +220,12 @@ def test_what_decode_has_refused_has_no_rank(asked, named):
 
 
 def test_what_a_front_refuses_any_dp_rank_knows(asked, named):
-    """All are told of it: before there is a request, and at the door of a worker that drains."""
-    with pytest.raises(ValueError, match="fewer than 2"):
-        asyncio.run(answers(asked.front(max_input_len=2), body(1)))
+    """All are told of it."""
+    with pytest.raises(ValueError, match="longer than"):
+        asyncio.run(answers(asked.front(context_len=2), body(1)))
     assert asked.wait_for(11, 12) == {"11": 0, "12": 0}
-    sent = {"text": "a", "bootstrap_room": 13, "bootstrap_host": "h", "sampling_params": {"n": 2}}
-    front = asked.front()
-    for part in rooms_of(json.dumps(sent).encode(), samples=True):
-        front._tell_peer(part, REASON)
-    rooms = [13, sample_room(13, 0), sample_room(13, 1)]
+    rooms = [13, 14, 15]
+    asked.front()._tell_peer(SimpleNamespace(bootstrap_room=rooms, bootstrap_host="h", bootstrap_port=1), "why")
     assert asked.wait_for(*rooms) == dict.fromkeys(map(str, rooms), 0)
     assert named == [[11, 12], rooms]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
 from sglang.srt.disaggregation import decode, step_in_flight
 from sglang.srt.disaggregation.common.drafts import describe_draft
-from sglang.srt.managers import batch_failures
+from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -100,7 +100,7 @@ def test_a_turn_finds_what_the_turn_before_left(overlap, page_size):
 def test_without_its_draft_s_kv_the_end_of_an_answer_stays_out_of_the_tree(monkeypatch):
     """Trap 35 as the engine's own tree has it, without overlap."""
     ask(SpeculatingLoop(True, False, size=96, page_size=1), [[1, 2, 1, 1]])
-    monkeypatch.setattr(batch_failures, "keep_undrafted_out", lambda *args: None)
+    monkeypatch.setattr(undrafted_kv, "keep_undrafted_out", lambda *args: None)
     with pytest.raises(AssertionError, match="stale draft KV in the tree"):
         ask(SpeculatingLoop(True, False, size=96, page_size=1), [[1, 2, 1, 1]])
 

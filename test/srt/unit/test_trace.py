@@ -8,8 +8,8 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.checked_requests import CheckedRequests
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.refused_requests import RefusedRequests
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability import req_time_stats, request_life
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats, SchedulerReqTimeStats
@@ -117,8 +117,8 @@ def manager(monkeypatch, most: int) -> TokenizerManager:
         for rid in getattr(recv_obj, "rids", None) or [recv_obj.rid]:
             self.rid_to_state.pop(rid).out_list.append({"meta_info": {"finish_reason": {"type": "x"}}})
 
-    monkeypatch.setattr(CheckedRequests, "_handle_batch_output", end)
-    monkeypatch.setattr(CheckedRequests, "_handle_abort_req", end)
+    monkeypatch.setattr(RefusedRequests, "_handle_batch_output", end)
+    monkeypatch.setattr(RefusedRequests, "_handle_abort_req", end)
     return found
 
 

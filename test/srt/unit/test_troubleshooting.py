@@ -19,10 +19,9 @@ from sglang.srt.disaggregation.common.delta_sender import SenderState
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
 from sglang.srt.managers import gateway_notice, schedule_batch
-from sglang.srt.managers.batch_failures import NO_TOKEN
+from sglang.srt.managers.batch_failures import NO_TOKEN, fail_running
 from sglang.srt.managers.request_checks import check_prompt
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.observability.failure_causes import CAUSES, OTHER, cause_of
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -125,7 +124,7 @@ def test_a_request_that_is_itself_at_fault_is_under_the_status_that_it_gets(monk
             monkeypatch.setattr(schedule_batch, "get_tensor_model_parallel_rank", lambda: 1)
             req.set_finish_with_abort(message)
         else:
-            SchedulerOutputProcessorMixin._fail_running(None, [req], {0: message})
+            fail_running([req], {0: message})
         found[message] = req.to_finish.status_code.value
     assert {*found.values()} == {400}
     for message in found:

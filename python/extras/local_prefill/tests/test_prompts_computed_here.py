@@ -26,8 +26,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_samples import Manager, answers, body, until
 from test_step_in_flight import Play, RankPlay, scripts
+from tokenizer_front import Manager, answers, body, until
 
 LOCAL = {"disaggregation_decode_local_prefill": "40"}
 

@@ -31,8 +31,8 @@ __all__ = [
     "NotNow",
     "REFUSED_RANK_ROUTE",
     "REFUSED_ROUTE",
-    "SAMPLE_ROUTE",
     "Unanswered",
+    "add_route",
     "ask",
     "listen",
     "receive",
@@ -40,14 +40,13 @@ __all__ = [
 ]
 
 # On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
-REFUSED_ROUTE, COMPUTED_ROUTE, SAMPLE_ROUTE = "/refused_room", "/computed_room", "/sample_rooms"
+REFUSED_ROUTE, COMPUTED_ROUTE = "/refused_room", "/computed_room"
 REFUSED_RANK_ROUTE = "/refused_dp_rank"
 # What a message has beside rooms.
 FIELDS: dict[str, dict[str, type]] = {
     REFUSED_ROUTE: {"reason": str},
     REFUSED_RANK_ROUTE: {"dp_rank": int},
     COMPUTED_ROUTE: {},
-    SAMPLE_ROUTE: {"derivation": int},
 }
 # Of a text; it comes from another worker.
 MOST_CHARACTERS = 1000
@@ -189,6 +188,14 @@ class NotNow(Exception):
 
 
 _listeners: dict[str, Callable[..., None]] = {}
+
+
+def add_route(route: str, **fields: type) -> None:
+    """Have a prefill's bootstrap server take messages of an extra, with rooms and these ``fields``.
+
+    Before that server is made: when a module is imported. Who listens is said by `listen`.
+    """
+    FIELDS[route] = fields
 
 
 def listen(route: str, listener: Callable[..., None]) -> None:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sglang.srt.disaggregation.peer_calls import MOST_CHARACTERS, REFUSED_RANK_ROUTE, REFUSED_ROUTE, tell
@@ -25,6 +26,7 @@ __all__ = [
     "blames_request",
     "is_at_fault",
     "name_rank",
+    "rooms_of",
     "rooms_refused",
     "tell_prefill",
     "tell_prefills",
@@ -34,7 +36,7 @@ __all__ = [
 # Seconds for which a refusal is remembered, for a request that comes after it. The router sends to both workers at
 # once; who uses a room anew later means another request.
 REMEMBERED_S = 10.0
-# Rooms of a refused request, with those of its samples, that the other worker is told of.
+# Rooms of a refused request that the other worker is told of.
 MOST_ROOMS = 256 + 4096
 
 # How the reason begins that prefill notifies decode of where the request itself is at fault; and how decode takes it.
@@ -97,22 +99,22 @@ def is_at_fault(reason: str) -> bool:
     return _TOLD_AT_FAULT in reason
 
 
-def rooms_refused(obj: Any, served: Iterable[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """The rooms of a refused request that the other worker is told of, each with host and port of its prefill.
+def rooms_of(obj: Any, rooms: Any, each: int = 1) -> Iterator[tuple[Any, Any, Any]]:
+    """The ``rooms`` of a request, a list or one, each with host and port of its prefill. None for what it does not say.
 
-    Of the prompts, and then of their samples: prefill may know of either. None for what the request does not say.
+    each: of a list, the request has as many hosts for every room.
+    """
+    for i, room in enumerate(rooms if isinstance(rooms, list) else [] if rooms is None else [rooms]):
+        yield room, _of_prompt(obj.bootstrap_host, i * each), _of_prompt(obj.bootstrap_port, i * each)
+
+
+def rooms_refused(rooms: Iterable[tuple[Any, Any, Any]], served: Iterable[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """Those ``rooms_of`` a refused request that the other worker is told of.
+
     served: requests that are being served; their rooms are theirs, and this request was a copy.
     """
-    rooms = getattr(obj, "bootstrap_room", None)
-    if rooms is None:
-        return
-    hosts, ports, each = obj.bootstrap_host, obj.bootstrap_port, getattr(obj, "samples", 0)
     live = {getattr(other, "bootstrap_room", None) for other in served}
-    at = [(i * each, room) for i, room in enumerate(obj.request_rooms)] if each else []
-    at += enumerate(rooms[:MOST_ROOMS] if isinstance(rooms, list) else [rooms])
-    for i, room in at[:MOST_ROOMS]:
-        if is_room(room) and room not in live:
-            yield room, _of_prompt(hosts, i), _of_prompt(ports, i)
+    return (one for one in islice(rooms, MOST_ROOMS) if is_room(one[0]) and one[0] not in live)
 
 
 def _of_prompt(values: Any, i: int) -> Any:

@@ -10,7 +10,7 @@ import functools
 import logging
 
 from fastapi import HTTPException
-from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, SAMPLE_ROUTE, listen
+from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, listen
 from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import multi_tokenizer_mixin as engine
@@ -30,7 +30,6 @@ class MultiTokenizerRouter(engine.MultiTokenizerRouter):
         """
         if server_args.disaggregation_mode == DisaggregationMode.PREFILL.value:
             listen(REFUSED_ROUTE, self._on_refused_by_decode)
-            listen(SAMPLE_ROUTE, _refuse_samples)
         super().__init__(server_args, port_args)
 
     def _on_refused_by_decode(self, rooms: list[int], reason: str) -> None:
@@ -41,13 +40,6 @@ class MultiTokenizerRouter(engine.MultiTokenizerRouter):
         for room in rooms:
             logger.info("Decode has refused room %s: %s", room, reason)
             await self.send_to_scheduler.send_pyobj(RefusedReq(room, reason, by_decode=True))
-
-
-def _refuse_samples(rooms: list[int], derivation: int) -> None:
-    raise ValueError(
-        "n must be 1: this prefill has several tokenizer processes, and cannot tell them of samples. "
-        "Start it without --tokenizer-worker-num, or send the request n times."
-    )
 
 
 def _for_all(call):

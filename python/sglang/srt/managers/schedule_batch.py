@@ -6,12 +6,10 @@ retraction #34801 (merged, with a hierarchical cache).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from sglang.srt.managers import schedule_batch as engine
-from sglang.srt.sampling.penalized_tokens import tell_delayed, tell_earlier
 
 __all__ = ["Req", "ScheduleBatch", "alloc_for_extend", "keep_extra_key"]
 
@@ -176,21 +174,10 @@ class ScheduleBatch(engine.ScheduleBatch):
     window_cache_loc: torch.Tensor | None = None
 
     def prepare_for_decode(self) -> None:
-        """Remembers where the step writes: of requests that end before it does, the table forgets it.
-
-        With the decode tree, penalties are told of an answer's tokens in the order of the aggregated engine.
-        """
-        with tell_delayed(self) if self._tells_delayed() else nullcontext():
-            super().prepare_for_decode()
+        """Remembers where the step writes: of requests that end before it does, the table forgets it."""
+        super().prepare_for_decode()
         windows = getattr(self.tree_cache, "windows", None)
         self.window_cache_loc = None if windows is None else windows.of(self.out_cache_loc)
-
-    def _tells_delayed(self) -> bool:
-        """Whether the next step is overlapped and has penalties; in overlapped steps of speculation there are none."""
-        if not self.enable_overlap or not self.spec_algorithm.is_none():
-            return False
-        required = self.sampling_info.penalizer_orchestrator.is_required
-        return required and any(req.decode_prefix_len is not None for req in self.reqs)
 
     def copy(self) -> ScheduleBatch:
         """Keeps what the processing of the result needs."""
@@ -232,20 +219,8 @@ class ScheduleBatch(engine.ScheduleBatch):
                 req.fill_ids, req.extend_input_len = fill_ids, extend_input_len
 
     def process_prebuilt(self, server_args, future_map) -> None:
-        """The batch knows where overlapped steps leave what the next draft starts from; resumes keep what they had.
-
-        The engine gives a grammar the last token of a request that comes back, unless it has noted one: only xgrammar's
-        own does. To those of reasoning and of other backends that is a second one. Penalties, which are made anew, it
-        tells nothing of the answer so far.
-        """
+        """The batch knows where overlapped steps leave what the next draft starts from; resumes keep what they had."""
         ScheduleBatch.future_map = future_map
-        for place, req in enumerate(self.reqs):
-            if not req.retracted_stain or req.decode_prefix_len is None:
-                continue
-            if req.grammar is not None:
-                req.grammar.current_token = req.output_ids[-1]
-            if self.sampling_info is not None and self.sampling_info.penalizer_orchestrator.is_required:
-                tell_earlier(self, place)
         super().process_prebuilt(server_args, future_map)
 
     def release_req(self, idx: int, remaing_req_count: int, server_args) -> None:

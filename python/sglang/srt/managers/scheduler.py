@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
-from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
+from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
@@ -136,23 +136,11 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
     # ---- steps ----
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds the errors of a batch that are one request's: that request ends with its error, and no other.
-
-        What the draft model has not seen of a request that ends stays out of the tree.
-        """
-        batch_failures.pad_token_logprobs(getattr(result, "logits_output", None))
-        failed = batch_failures.failed_processors(batch, result)
-        # Which requests go on to the next draft has been decided by then: those that fail end with that.
-        verified = bool(failed) and getattr(result, "accept_length_per_req_cpu", None) is not None
-        if not verified:
-            self._fail_running(batch.reqs, failed | batch_failures.without_token(result))
+        """What the draft model has not seen of a request that ends stays out of the tree."""
         if isinstance(self.tree_cache, DecodeRadixCache):
-            batch_failures.keep_undrafted_out(batch, result)
-        self.note_optional_parts(output=getattr(result, "logits_output", None))
+            undrafted_kv.keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
         self.note_step(batch, result)
-        if verified:
-            self._fail_running(batch.reqs, failed)
 
     def update_running_batch(self, batch):
         """Adds, on decode, that what cannot be taken back is processed before a request is retracted.

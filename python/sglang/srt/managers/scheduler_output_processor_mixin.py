@@ -5,14 +5,10 @@ Upstream: sgl-project/sglang#25973 (merged) counts cached tokens once. What deco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any
 
-from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -23,16 +19,6 @@ __all__ = ["SchedulerOutputProcessorMixin"]
 
 class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
     """Says what decode held of a prompt, and why a request has failed."""
-
-    # Whether a request has had hidden states, experts or other parts of its own in its messages, since the start: all
-    # that run would have to be asked in every step.
-    has_optional_parts = False
-
-    def note_optional_parts(self, asked: Any = None, output: Any = None) -> None:
-        """Take note of what a request ``asked`` for, or of what the ``output`` of a step has for its requests."""
-        asks = getattr(asked, "return_hidden_states", False) or getattr(asked, "return_routed_experts", False)
-        if asks or getattr(output, "customized_info", None):
-            self.has_optional_parts = True
 
     def process_batch_result_prebuilt(self, batch) -> None:
         """With the decode tree, adds first tokens to those of reasoning, and frees what ends with them as one group."""
@@ -89,13 +75,9 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         return sum(self.disagg_decode_prealloc_queue.kv_manager.kv_args.kv_item_lens) * self.attn_tp_size
 
     def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """Gives each optional part of a message an entry for all its requests, or for none.
+        """On prefill, the failure of a request that decode has refused is the client's error, as it is on decode.
 
-        The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
-        among all: it ends, or tells one client what another has asked for.
-
-        On prefill, the failure of a request that decode has refused is the client's error, as it is on decode. Of
-        those that have been answered before their KV was sent nothing more is told.
+        Of those that have been answered before their KV was sent nothing more is told.
         """
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             told, reqs = reqs, [req for req in reqs if not (req.finished() and req.finished_output)]
@@ -105,29 +87,4 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
             reason = self.refused_rooms.reason(req.bootstrap_room)
             if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
                 req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
-        if not self.has_optional_parts or not any(
-            req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs
-        ):
-            super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
-            return
-        alike: dict[tuple, list] = {}
-        for req in reqs:
-            parts = bool(req.return_hidden_states), bool(req.return_routed_experts), *sorted(req.customized_info or ())
-            alike.setdefault(parts, []).append(req)
-        for group in alike.values():
-            super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
-
-    def _fail_running(self, reqs, reasons: Mapping[int, str]) -> None:
-        """Have requests of a batch fail with the batch's result. reasons: by their place."""
-        for place, reason in reasons.items():
-            # Of a batch that is padded, the result has places that are nobody's.
-            if place >= len(reqs) or reqs[place].finished():
-                continue
-            req = reqs[place]
-            # What was sampled for it is no token of its grammar.
-            req.grammar = None
-            sender = getattr(req, "disagg_kv_sender", None)
-            if isinstance(sender, CommonKVSender):
-                sender.fail(AT_FAULT + reason)
-            else:
-                req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)

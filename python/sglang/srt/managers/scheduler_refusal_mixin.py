@@ -6,7 +6,6 @@ Upstream: none is known by which a worker tells its peer; sgl-project/sglang#303
 from __future__ import annotations
 
 import logging
-import weakref
 from http import HTTPStatus
 from typing import Any
 
@@ -23,7 +22,6 @@ from sglang.srt.disaggregation.refusal import (
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
 from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
-from sglang.srt.managers.batch_failures import check_processor
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -101,22 +99,18 @@ class SchedulerRefusalMixin(Base):
         """
         if hasattr(self.tree_cache, "tier"):
             keep_extra_key(recv_req)
-        self.note_optional_parts(asked=recv_req)
-        # An empty one is none to the engine, until there is another in its batch, which then ends the worker.
-        recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
         try:
-            with_processor = recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor
-            # Pipeline stages do not meet here: `Unmade` fails it, as where a later batch cannot make it again.
-            if with_processor and self.pp_size == 1:
-                check_processor(recv_req.custom_logit_processor, self.dp_tp_cpu_group)
             super().handle_generate_request(recv_req)
         except Exception as e:
-            # On all ranks, which have been given the same.
-            reason = f"The request cannot be served: {type(e).__name__}: {e}"
-            logger.error("Request %s", recv_req.rid, exc_info=e)
-            finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
-            self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
-            self._tell_peer(recv_req, reason, at_fault=blames_request(e))
+            self.refuse_message(recv_req, e)
+
+    def refuse_message(self, recv_req, error: Exception) -> None:
+        """Answer the message of a request that cannot be served. On all ranks, which have been given the same."""
+        reason = f"The request cannot be served: {type(error).__name__}: {error}"
+        logger.error("Request %s", recv_req.rid, exc_info=error)
+        finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
+        self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
+        self._tell_peer(recv_req, reason, at_fault=blames_request(error))
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
         """Adds three cases that the engine forgets.
@@ -147,8 +141,6 @@ class SchedulerRefusalMixin(Base):
 
     def _take_in(self, req, is_retracted: bool) -> None:
         room = req.bootstrap_room
-        if req.grammar is not None:
-            _check_grammar(req)
         # Of another request of this room.
         self.refused_pairs.take(room)
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
@@ -230,23 +222,3 @@ class SchedulerRefusalMixin(Base):
             # As it is registered.
             rank = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
             name_rank(manager.server_args, [room], rank, host)
-
-
-def _check_grammar(req: Any) -> None:
-    """Abort ``req`` for a token that its grammar rejects. No cycles are made, whose memory would be freed late."""
-    grammar: Any = weakref.proxy(req.grammar)
-    req = weakref.proxy(req)
-
-    def accept_token(token: int) -> None:
-        if isinstance(req.to_finish or req.finished_reason, FINISH_ABORT):
-            return
-        try:
-            grammar.__class__.accept_token(grammar, token)
-        except Exception as e:
-            reason = f"The grammar of the request rejects token {token}, which was forced: {e}"
-            ended = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
-            setattr(req, "finished_reason" if req.finished() else "to_finish", ended)
-            # A grammar that has failed may also fail to make the next mask.
-            grammar.is_terminated = lambda: True
-
-    grammar.accept_token = accept_token

@@ -92,8 +92,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
-        # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
-        self.staging_told = False
+        self.engine_staging = wire.EngineStaging()
         super().__init__(*args, **kwargs)
         # In the place of a set, which the engine makes when its thread already reads messages.
         self.failed_sessions = self.sessions
@@ -124,20 +123,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
         """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
-        kind = frames[0]
-        if kind == b"STAGING_REQ" and (self.has_radix or not self.enable_staging):
-            # One per chunk of every request; such a prefill then sends without.
-            if not self.staging_told:
-                logger.warning(
-                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not, or not "
-                    "with prefills without sglang-pd-radix: its KV comes without them."
-                )
-            self.staging_told = True
-            return False
-        if not self.enable_staging or self.has_radix:
-            raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
-        wire.check_engine_staging(frames)
-        return True
+        return self.engine_staging.takes(frames, self.enable_staging and not self.has_radix)
 
     def _init_staging_allocator(self) -> None:
         """With a radix cache no buffer is offered: the engine's grid of chunks knows of no prefix."""

@@ -25,8 +25,6 @@ from typing import Any
 import uvicorn
 from sglang.srt.disaggregation.room_notes import is_room
 from sglang.srt.managers import gateway_notice
-from sglang.srt.managers.request_checks import MAX_SAMPLES
-from sglang.srt.managers.samples import sample_room
 from sglang.srt.managers.worker_rest import LOOK_S, is_hopeless, of_schedulers
 from sglang.srt.utils import kill_process_tree
 
@@ -51,7 +49,7 @@ WORK = frozenset({"/generate", "/encode", "/classify", "/invocations", "/vertex_
 WORK_BELOW = ("/v1/", "/api/")
 WORK_NAMED = ("AIP_PREDICT_ROUTE", "SGLANG_OLLAMA_CHAT_ROUTE", "SGLANG_OLLAMA_GENERATE_ROUTE")
 # Rooms of one request that its peer is told of: as many as it may have samples.
-MOST_ROOMS = MAX_SAMPLES
+MOST_ROOMS = 4096
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -105,12 +103,21 @@ def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
     params = said.get("sampling_params", said)
     first = params[0] if isinstance(params, list) and params else params
     n = first.get("n", 1) if isinstance(first, dict) else 1
-    if samples and isinstance(n, int) and 1 < n <= MAX_SAMPLES:
+    if samples and isinstance(n, int) and 1 < n <= MOST_ROOMS:
         # Prefill tells its scheduler, which needs no addresses.
-        sampled = (sample_room(room, i) for room in rooms if is_room(room) for i in range(n))
-        rooms = rooms + list(islice(sampled, MOST_ROOMS - len(rooms) + 1))
+        rooms = rooms + list(islice(_of_samples(rooms, n), MOST_ROOMS - len(rooms) + 1))
     at = {name: said.get(name) for name in ("bootstrap_host", "bootstrap_port")}
     yield SimpleNamespace(bootstrap_room=rooms, **at, samples=0)
+
+
+def _of_samples(rooms: list, n: int) -> Iterator[int]:
+    """The rooms of the samples of requests of ``rooms``; without the extra `samples` they have none of their own."""
+    try:
+        from sglang.srt.managers.samples import sample_room
+    except ImportError:
+        return
+    for room in filter(is_room, rooms):
+        yield from (sample_room(room, i) for i in range(n))
 
 
 class Door:

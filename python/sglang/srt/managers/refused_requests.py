@@ -1,14 +1,13 @@
-"""Requests that no worker can serve: both workers of a pair refuse them, with status 400, before anything is sent.
+"""What follows when a request is refused before the scheduler has it: the other worker of a pair refuses it, too.
 
-Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
-each.
+Upstream: none is known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cached_property, partial
 from http import HTTPStatus
@@ -18,15 +17,12 @@ from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, MOST_CHARACTERS, REFUSED_ROUTE, NotNow, listen
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers import samples
 from sglang.srt.managers.computed_answers import ComputedAnswers
-from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.managers.request_admission import RequestAdmission
-from sglang.srt.managers.request_checks import check_labels, check_sampling, check_types, stop_tokens
+from sglang.srt.managers.io_struct import AbortReq
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CheckedRequests", "endpoint_of", "reason_of"]
+__all__ = ["RefusedRequests", "endpoint_of", "reason_of"]
 
 # The engine's tokenizer manager comes behind.
 Base: Any = object
@@ -44,13 +40,8 @@ def endpoint_of(request: Any) -> str:
     return getattr(scope.get("endpoint"), "__name__", "")
 
 
-def _has_no_types(request: Any) -> bool:
-    """Whether the engine has made a request of an object that FastAPI has not checked: for Vertex AI."""
-    return endpoint_of(request) == "vertex_generate"
-
-
-class CheckedRequests(Base):
-    """Looks at each option of a request, and tells the other worker of a request that only this one refuses."""
+class RefusedRequests(Base):
+    """Tells the other worker of a request that only this one refuses."""
 
     def init_disaggregation(self) -> None:
         """Notifies a prefill of requests that decode refuses."""
@@ -71,22 +62,15 @@ class CheckedRequests(Base):
         """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
-        amend = vars(obj).pop("amend", None)
         try:
-            self._give_types(obj, request)
             async for out in super().generate_request(obj, request):
-                for item in (out if isinstance(out, list) else [out]) if amend else ():
-                    amend(item)
                 yield out
-        except samples.SamplesHaveRooms:
-            raise
         except Exception as e:
             # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
             # Nor has the scheduler been told of a prompt that decode computes, which has been answered.
             known = states and all(state.sent or state.finished for state in states.values())
-            refused = not known and (not isinstance(e, HTTPException) or isinstance(e, samples.PrefillUnreachable))
-            # The failure of one sample is the answer to all.
-            end_others = refused or bool(getattr(obj, "samples", 0))
+            refused = not known and self._is_refusal(e)
+            end_others = refused or self._ends_others(obj)
             # First, or the peer would learn only of the others' end.
             told = self._tell_peer(obj, reason_of(e), states, refusal.blames_request(e)) if refused else []
             if end_others and told:
@@ -105,11 +89,17 @@ class CheckedRequests(Base):
                 if self.rid_to_state.get(rid) is state and (state.finished or not state.sent):
                     del self.rid_to_state[rid]
 
-    def _give_types(self, obj, request) -> None:
-        """Raise ValueError for a field of another type, where FastAPI has not looked. With rooms for samples it has
-        been looked at, and has fields of the engine's own forms."""
-        if isinstance(obj, GenerateReqInput) and not obj.samples and _has_no_types(request):
-            check_types(obj)
+    def _is_refusal(self, error: Exception) -> bool:
+        """Whether the other worker is told of an error by which a request ends that the scheduler does not have."""
+        return not isinstance(error, HTTPException)
+
+    def _ends_others(self, obj) -> bool:
+        """Whether the other prompts of a request end with one of which the scheduler has said that it failed."""
+        return False
+
+    def _rooms_of(self, obj) -> Iterator[tuple[Any, Any, Any]]:
+        """The rooms of a request, of which the other worker is told when it is refused."""
+        return refusal.rooms_of(obj, getattr(obj, "bootstrap_room", None))
 
     async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:
         await asyncio.gather(*map(asyncio.wrap_future, told), return_exceptions=True)
@@ -120,50 +110,6 @@ class CheckedRequests(Base):
         for rid, state in states.items():
             if state.sent and self.rid_to_state.get(rid) is state:
                 self.abort_request(rid)
-
-    def _validate_rid_not_in_flight(self, obj) -> None:
-        """Adds the checks of a request: here each prompt has its own options, and nothing is kept of them yet."""
-        super()._validate_rid_not_in_flight(obj)
-        if not isinstance(obj, GenerateReqInput):
-            return
-        if self.server_args.enable_lora and obj.lora_id is not None:
-            if not obj.lora_path:
-                # The scheduler has no such adapter.
-                raise ValueError("lora_id is not the client's to choose: name the adapter in lora_path.")
-            obj.lora_id = None
-        if obj.custom_labels and self.enable_metrics:
-            check_labels(obj.custom_labels, self.metrics_collector.labels)
-        self._admission().check(obj)
-
-    def _admission(self) -> RequestAdmission:
-        return RequestAdmission(
-            self.disaggregation_mode,
-            self.server_args,
-            self.model_config,
-            self.mm_processor,
-            self.tokenizer is not None,
-            lambda: self.max_req_input_len,
-            self._check_room,
-        )
-
-    def _validate_one_request(self, obj, input_ids) -> None:
-        """Adds the scheduler's limit, which it would find only after the handshake."""
-        super()._validate_one_request(obj, input_ids)
-        if isinstance(obj, GenerateReqInput) and input_ids is not None:
-            self._admission().check_prompt(obj, input_ids)
-
-    def _create_tokenized_object(self, obj, *args, **kwargs):
-        """Adds the checks of sampling parameters, and drops stop tokens outside the vocabulary.
-
-        For those the engine makes indices that the logits do not have.
-        """
-        tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
-        params = tokenized_obj.sampling_params
-        if isinstance(obj, GenerateReqInput):
-            deterministic = self.server_args.enable_deterministic_inference
-            check_sampling(params, self.model_config.vocab_size, stream=obj.stream, deterministic=deterministic)
-        params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
-        return tokenized_obj
 
     def _check_room(self, room: int | None) -> None:
         """Raise ValueError if decode has refused the request of this room. Aggregated servers take anything for one."""
@@ -260,7 +206,7 @@ class CheckedRequests(Base):
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return []
         served = [state.obj for rid, state in self.rid_to_state.items() if rid not in (own or {})]
-        refused = refusal.rooms_refused(obj, served)
+        refused = refusal.rooms_refused(self._rooms_of(obj), served)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             return refusal.tell_prefills(refused, self.server_args.disaggregation_bootstrap_port, reason)
         rooms = []

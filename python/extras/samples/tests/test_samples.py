@@ -9,26 +9,26 @@ import gc
 import inspect
 import textwrap
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
+import samples_front
 from engine_classes import engine_class
-from prefill_front import bootstrap_server
-from sglang.srt.disaggregation import peer_calls, refusal, room_notes
-from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, listen
+from samples_front import ROOMS, Manager
+from sglang.srt.disaggregation import refusal, room_notes
+from sglang.srt.disaggregation.peer_calls import listen
 from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from sglang.srt.managers import samples, tokenizer_manager
-from sglang.srt.managers.checked_requests import CheckedRequests
-from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
-from sglang.srt.managers.request_checks import MAX_SAMPLES
-from sglang.srt.managers.samples import STRIDE, sample_room, samples_asked
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers import samples
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.refused_requests import RefusedRequests
+from sglang.srt.managers.samples import MAX_SAMPLES, SAMPLE_ROUTE, STRIDE, sample_room, samples_asked
+from tokenizer_front import MODES, answers, body, run, until, with_adapters
 
 from sglang_pd_radix.patching import syntax
 from sglang_pd_radix.tools.cluster import free_ports
 
+server, no_shared_memory = samples_front.server, samples_front.no_shared_memory
 EDGES = [1, 2, STRIDE - 1, STRIDE, STRIDE + 1, 7 * STRIDE, 2**62, 2**63 // STRIDE * STRIDE, 2**63 - STRIDE, 2**63 - 1]
 
 
@@ -85,7 +85,7 @@ def test_samples_become_prompts():
     assert [item.input_ids for item in items] == [[1], [1], [2], [2]]
     assert [item.bootstrap_room for item in items] == [sample_room(room, i) for room in (5, 6) for i in range(2)]
     assert [(item.bootstrap_host, item.bootstrap_port) for item in items] == [("a", 1)] * 2 + [("b", 2)] * 2
-    assert [item.extra_key for item in items] == ["x", "x", "y", "y"]
+    assert obj.extra_key == ["x", "x", "y", "y"]
     assert [item.rid for item in items] == ["one_0", "one_1", "two_0", "two_1"]
     assert [item.return_hidden_states for item in items] == [True, True, False, False]
     assert [item.token_ids_logprob for item in items] == [[8, 9]] * 4
@@ -190,153 +190,6 @@ def test_what_asks_for_samples(params, asked):
 # ---- both workers ----
 
 
-class Scheduler:
-    """What a tokenizer manager sends to it; answers what it is told to."""
-
-    def __init__(self):
-        self.got: list = []
-
-    def send_pyobj(self, message):
-        self.got.append(message)
-
-    @property
-    def requests(self) -> list:
-        return [message for message in self.got if isinstance(message, SimpleNamespace)]
-
-    @property
-    def aborts(self) -> list[str]:
-        return [message.rid for message in self.got if isinstance(message, AbortReq)]
-
-
-class Manager(TokenizerManager):
-    """A tokenizer manager without what has nothing to do with samples."""
-
-    def __init__(self, mode: DisaggregationMode, flag: bool, max_input_len: int = 100):
-        self.disaggregation_mode, self.refused_rooms = mode, refusal.RefusedRooms()
-        self.samples, self.rids_of_samples, self.own_states = samples.SampleRooms(), {}, {}
-        self.event_loop, self.send_to_scheduler, self.rid_to_state = None, Scheduler(), {}
-        self.server_args = SimpleNamespace(
-            disaggregation_bootstrap_port=8998,
-            disaggregation_decode_enable_radix_cache=flag,
-            disaggregation_transfer_backend="nixl",
-            dp_size=1,
-            language_only=False,
-            tokenizer_worker_num=1,
-            enable_trace=False,
-            enable_lora=False,
-            incremental_streaming_output=False,
-            enable_tokenizer_batch_encode=False,
-            enable_dynamic_batch_tokenizer=False,
-            allow_auto_truncate=False,
-            enable_dp_attention=False,
-            keyed=False,
-            enable_deterministic_inference=False,
-        )
-        self.model_config, self.mm_processor = SimpleNamespace(vocab_size=50), None
-        self.max_req_input_len = max_input_len
-        self.request_logger = SimpleNamespace(
-            log_received_request=lambda *args: None, log_finished_request=lambda *args, **kwargs: None
-        )
-        self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
-        self.is_pause, self.is_pause_cond, self.tokenizer = False, asyncio.Condition(), object()
-        self.model_update_lock = SimpleNamespace(reader_lock=_nothing())
-        self.enable_metrics = self.enable_priority_scheduling = False
-
-    def auto_create_handle_loop(self):
-        pass
-
-    async def _tokenize_one_request(self, obj):
-        self._admission().check_prompt(obj, obj.input_ids)
-        params = SimpleNamespace(**obj.sampling_params)
-        state = self.rid_to_state[obj.rid]
-        return SimpleNamespace(
-            rid=obj.rid,
-            bootstrap_room=obj.bootstrap_room,
-            sampling_params=params,
-            time_stats=state.time_stats,
-            stream=obj.stream,
-        )
-
-    def _should_use_batch_tokenization(self, batch_size, requests):
-        return False
-
-    def _send_one_request(self, tokenized_obj):
-        # What the engine's sends, without its clocks.
-        tokenized_obj.time_stats = SimpleNamespace(
-            set_api_server_dispatch_time=int, set_api_server_dispatch_finish_time=int
-        )
-        super()._send_one_request(tokenized_obj)
-
-    def answer(self, message, **meta) -> None:
-        state = self.rid_to_state.pop(message.rid)
-        info = {"id": message.rid, "finish_reason": {"type": "length"}, **meta}
-        state.out_list.append({"text": "x", "meta_info": info})
-        state.finished = True
-        state.event.set()
-
-
-def _nothing():
-    @asynccontextmanager
-    async def nothing():
-        yield
-
-    class Lock:
-        def __aenter__(self):
-            self.held = nothing()
-            return self.held.__aenter__()
-
-        def __aexit__(self, *error):
-            return self.held.__aexit__(*error)
-
-    return Lock()
-
-
-def body(n: int = 3, prompts=([1, 2], [3, 4]), **more) -> GenerateReqInput:
-    return GenerateReqInput(
-        **{
-            "input_ids": [list(prompt) for prompt in prompts],
-            "sampling_params": {"n": n},
-            "bootstrap_host": ["127.0.0.1"] * len(prompts),
-            "bootstrap_port": [more.pop("port", 8998)] * len(prompts),
-            "bootstrap_room": [11, 12][: len(prompts)],
-            **more,
-        }
-    )
-
-
-ROOMS = [sample_room(room, i) for room in (11, 12) for i in range(3)]
-
-
-async def until(condition, task: asyncio.Future) -> None:
-    """What ``task`` brings about."""
-    while not condition():
-        if task.done():
-            task.result()
-        await asyncio.sleep(0)
-
-
-async def answers(manager: Manager, obj):
-    async for out in manager.generate_request(obj):
-        return out
-
-
-@pytest.fixture(autouse=True)
-def no_shared_memory(monkeypatch):
-    monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda message: message)
-
-
-def run(test) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """The bootstrap server of a prefill whose tokenizer manager is made later."""
-    monkeypatch.setattr(peer_calls, "_listeners", {})
-    with bootstrap_server() as port:
-        yield port
-
-
 def test_prefill_that_is_told_first_sends_the_samples_only():
     async def test():
         prefill = Manager(DisaggregationMode.PREFILL, False)
@@ -386,6 +239,7 @@ def test_prefill_that_is_told_later_gives_its_warmup_up():
 
 def test_samples_of_a_request_that_nobody_has_given_types():
     """Of Vertex AI: with its samples it has fields of the engine's own forms, which are no types of a client's."""
+    pytest.importorskip("sglang.srt.managers.request_checks")
 
     def vertex_generate() -> None:
         pass
@@ -440,7 +294,7 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
     class Bare(Manager):
         """The engine's way, which asks nobody."""
 
-        generate_request = CheckedRequests.generate_request
+        generate_request = RefusedRequests.generate_request
 
     async def test():
         sent = await serve(Manager(DisaggregationMode.PREFILL, False))
@@ -512,9 +366,6 @@ def test_each_prompt_is_announced_to_its_own_prefill(monkeypatch):
     assert told == [("a:1", [11, 13]), ("b:7", [12])]
 
 
-MODES = [(DisaggregationMode.PREFILL, False), (DisaggregationMode.DECODE, True)]
-
-
 @pytest.mark.parametrize(
     ("route", "said"),
     [("/no_such_route", "prefill 127.0.0.1.*Install"), (SAMPLE_ROUTE, "rooms of samples in another way")],
@@ -550,11 +401,11 @@ def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
 
 def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
     async def test():
-        prefill, decode = Manager(*MODES[0], max_input_len=2), Manager(*MODES[1])
+        prefill, decode = Manager(*MODES[0], context_len=2), Manager(*MODES[1])
         listen(SAMPLE_ROUTE, prefill.samples.announced)
-        with pytest.raises(ValueError, match="fewer than 2"):
+        with pytest.raises(ValueError, match="longer than"):
             await answers(prefill, body(port=server))
-        with pytest.raises(ValueError, match="fewer than 2"):
+        with pytest.raises(ValueError, match="longer than"):
             await answers(decode, body(port=server))
 
     run(test())
@@ -562,9 +413,9 @@ def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
 
 def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
     async def test():
-        prefill = Manager(*MODES[0], max_input_len=2)
+        prefill = Manager(*MODES[0], context_len=2)
         prefill.samples.announced([11, 12])
-        with pytest.raises(ValueError, match="fewer than 2"):
+        with pytest.raises(ValueError, match="longer than"):
             await answers(prefill, body())
         told = prefill.send_to_scheduler.got
         assert [message.room for message in told if isinstance(message, refusal.RefusedReq)] == [11, 12, *ROOMS]
@@ -660,34 +511,9 @@ def test_a_prompt_is_tokenized_once_for_all_of_its_samples():
 # ---- adapters, which are held for each sample ----
 
 
-class Registry:
-    def __init__(self):
-        self.held: list = []
-
-    async def get_unregistered_loras(self, names):
-        return []
-
-    async def acquire(self, names):
-        ids = [name and f"id of {name}" for name in ([names] if isinstance(names, str) else names)]
-        self.held += [uid for uid in ids if uid]
-        return ids if isinstance(names, list) else ids[0]
-
-    async def release(self, ids):
-        for uid in [ids] if isinstance(ids, str) else ids:
-            if uid:
-                self.held.remove(uid)
-
-
-def with_adapters(max_input_len: int = 100) -> Manager:
-    manager = Manager(*MODES[0], max_input_len=max_input_len)
-    manager.server_args.enable_lora, manager.server_args.max_loaded_loras = True, None
-    manager.lora_registry = Registry()
-    return manager
-
-
 def test_an_adapter_is_held_by_what_was_sent_only():
     async def test():
-        prefill = with_adapters()
+        prefill = with_adapters(Manager(*MODES[0]))
         task = asyncio.ensure_future(answers(prefill, body(lora_path=["a", None])))
         await until(lambda: prefill.send_to_scheduler.requests, task)
         prefill.samples.announced([11, 12])
@@ -703,43 +529,12 @@ def test_an_adapter_is_held_by_what_was_sent_only():
     run(test())
 
 
-@pytest.mark.parametrize("path", [["a"], ["a", None, "b"]])
-def test_a_list_of_adapters_that_does_not_fit_holds_none(path):
-    """Its prompts are one, or two."""
-
+def test_an_adapter_of_samples_that_were_not_sent_is_released():
     async def test():
-        prefill = with_adapters()
-        obj = body(1, prompts=[[1, 2]] if len(path) == 1 else [[1, 2], [3, 4]], lora_path=path)
-        if len(path) == 1:
-            obj.input_ids, obj.bootstrap_room = [1, 2], 11
-            obj.bootstrap_host = obj.bootstrap_port = None
-        with pytest.raises(ValueError, match="lora_path must"):
-            await answers(prefill, obj)
-        assert prefill.lora_registry.held == [] and not prefill.rid_to_state
-
-    run(test())
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-def test_why_a_request_with_the_id_of_an_adapter_is_refused(adapters):
-    async def test():
-        prefill = with_adapters()
-        prefill.server_args.enable_lora = adapters
-        with pytest.raises(ValueError, match="lora_id" if adapters else "input_ids must be"):
-            await answers(prefill, body(1, prompts=[[99], [3]], lora_id=["x", "y"]))
-        assert prefill.lora_registry.held == []
-
-    run(test())
-
-
-@pytest.mark.parametrize("obj", [body(1), body(1, prompts=[[1, 2]]), body(3)], ids=["batch", "one", "samples"])
-def test_an_adapter_of_a_request_that_was_not_sent_is_released(obj):
-    async def test():
-        prefill = with_adapters(max_input_len=2)
+        prefill = with_adapters(Manager(*MODES[0], context_len=2))
         prefill.samples.announced([11, 12])
-        with pytest.raises(ValueError, match="fewer than 2"):
-            await answers(prefill, copy.copy(obj))
+        with pytest.raises(ValueError, match="longer than"):
+            await answers(prefill, body(3, lora_path="a"))
         assert prefill.lora_registry.held == []
 
-    obj.lora_path = "a"
     run(test())

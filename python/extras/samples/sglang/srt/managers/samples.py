@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.peer_calls import SAMPLE_ROUTE, NotNow, Unanswered, ask
+from sglang.srt.disaggregation.peer_calls import NotNow, Unanswered, add_route, ask
 from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.environ import envs
-from sglang.srt.managers.request_checks import MAX_SAMPLES
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DERIVATION",
+    "MAX_SAMPLES",
     "PrefillUnreachable",
+    "SAMPLE_ROUTE",
     "SampleRooms",
     "SamplesHaveRooms",
     "Announcement",
@@ -48,8 +49,13 @@ __all__ = [
     "samples_asked",
 ]
 
+# Requests that one may be split into.
+MAX_SAMPLES = 4096
 # How rooms follow from a room; another way would have another number.
 DERIVATION = 1
+# On a prefill's bootstrap server: what decode tells it.
+SAMPLE_ROUTE = "/sample_rooms"
+add_route(SAMPLE_ROUTE, derivation=int)
 # Rooms that are congruent modulo this are on the same rank of every DP size that divides it: all to 16, 2^n to 256.
 # It is lcm(1, ..., 16) * 16.
 STRIDE = 11_531_520

@@ -42,8 +42,6 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1
 MAX_TOP_LOGPROBS = 128
 # A number that is still one as a float32; and a bias that is one together with a logit, by the lowest temperature.
 MAX_FLOAT, MAX_BIAS = 3e38, 1e30
-# Requests that one may be split into.
-MAX_SAMPLES = 4096
 # Objects and arrays of a schema: as deep as they may nest, and as many as it may have where some refer to others. What
 # compiles it follows both on its stack, which ends the worker; 100 in each other take it 0.3 s, 200 2 s, 1000 52 s.
 MAX_DEPTH, MAX_REFERRING = 100, 4000

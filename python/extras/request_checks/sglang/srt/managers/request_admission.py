@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.request_checks import (
-    MAX_SAMPLES,
     check_embeds,
     check_prompt,
     check_request,
@@ -47,10 +46,6 @@ class RequestAdmission:
 
         Before it is tokenized: of text, the prompt is looked at later.
         """
-        args = self.args
-        if obj.parallel_sample_num != 1 and args.disaggregation_decode_enable_radix_cache:
-            # Else its samples have become prompts.
-            raise ValueError(f"n must be a whole number from 1 to {MAX_SAMPLES}, got {obj.parallel_sample_num!r:.80}.")
         count, paths = obj.batch_size * obj.parallel_sample_num, obj.lora_path
         if not obj.is_single and isinstance(paths, list) and len(paths) != count:
             # What is left over would be acquired, and never released. With n samples they are all prompts', n times.

@@ -5,14 +5,19 @@ Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) ab
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_agreement import told_by_all
+from sglang.srt.disaggregation.refusal import AT_FAULT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-__all__ = ["check_processor", "failed_processors", "keep_undrafted_out", "pad_token_logprobs", "without_token"]
+__all__ = ["check_processor", "fail_running", "failed_processors", "pad_token_logprobs", "without_token"]
 
 NO_TOKEN = "No token can be chosen: the grammar, logit_bias or the model leave none"
 
@@ -75,15 +80,17 @@ def pad_token_logprobs(output: Any) -> None:
         output.next_token_token_ids_logprobs_val = [torch.as_tensor(row) for row in values]
 
 
-def keep_undrafted_out(batch: Any, result: Any) -> None:
-    """Keep what the draft model has no KV for out of the tree.
-
-    Without overlap, a step of speculation ends with the draft model taking in what was accepted, but only of requests
-    that go on: of those that end with it, the slots of that step hold another draft's KV.
-    """
-    if batch.spec_algorithm.is_none() or batch.is_spec_v2:
-        return
-    for req, accepted in zip(batch.reqs, result.accept_length_per_req_cpu or (), strict=False):
-        if req.finished():
-            # What is allocated beyond is given back.
-            req.kv_committed_len -= accepted + 1
+def fail_running(reqs: Any, reasons: Mapping[int, str]) -> None:
+    """Have requests of a batch fail with the batch's result. reasons: by their place."""
+    for place, reason in reasons.items():
+        # Of a batch that is padded, the result has places that are nobody's.
+        if place >= len(reqs) or reqs[place].finished():
+            continue
+        req = reqs[place]
+        # What was sampled for it is no token of its grammar.
+        req.grammar = None
+        sender = getattr(req, "disagg_kv_sender", None)
+        if isinstance(sender, CommonKVSender):
+            sender.fail(AT_FAULT + reason)
+        else:
+            req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")

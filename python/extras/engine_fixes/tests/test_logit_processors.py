@@ -16,12 +16,12 @@ from engine_classes import engine_class
 from prefill_loop import PrefillLoop
 from ranks import assert_same
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.rejected_tokens import check_grammar
 from sglang.srt.layers import sampler
 from sglang.srt.layers.sampler import apply_custom_logit_processor
-from sglang.srt.managers import batch_failures, scheduler_refusal_mixin
+from sglang.srt.managers import batch_failures
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
@@ -221,19 +221,12 @@ def made_on_ranks(rank: int, failing: int | None, stages: int = 1) -> list:
     """Messages with a logit processor, the first of which cannot be made on one rank, and one without any."""
     taken, told, refused = [], [], []
 
-    class Engine:
-        def handle_generate_request(self, req):
-            taken.append(req.rid)
-
-    class Worker(SchedulerRefusalMixin, Engine):
+    class Worker(Scheduler):
         def __init__(self):
             self.tree_cache, self.dp_tp_cpu_group = None, dist.group.WORLD
             self.server_args = SimpleNamespace(enable_custom_logit_processor=True)
             self.pp_size = stages
             self.send_to_tokenizer = SimpleNamespace(send_output=lambda out, req: told.append(out.finished_reason))
-
-        def note_optional_parts(self, asked):
-            pass
 
         def _tell_peer(self, req, reason, at_fault):
             refused.append(req.rid)
@@ -244,6 +237,8 @@ def made_on_ranks(rank: int, failing: int | None, stages: int = 1) -> list:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CustomLogitProcessor, "from_str", from_str)
+        take = lambda self, req: taken.append(req.rid)  # noqa: E731
+        patch.setattr(engine_class(Scheduler), "handle_generate_request", take)
         worker = Worker()
         for rid, processor in (("a", "a file"), ("b", None), ("c", "fine")):
             worker.handle_generate_request(SimpleNamespace(rid=rid, custom_logit_processor=processor))
@@ -309,7 +304,7 @@ def test_a_first_token_that_the_grammar_rejects_costs_only_its_own_request(monke
             # It has come into its queue by then.
             with monkeypatch.context() as patch:
                 patch.setattr(scheduler.disagg_prefill_bootstrap_queue, "add", lambda req, heads: None)
-                scheduler._take_in(req, False)
+                scheduler._add_request_to_queue(req)
     loop.run(20)
     for scheduler, told in zip(loop.schedulers, ends, strict=True):
         assert {room: end.to_json().get("status_code") for room, end in told.items()} == {
@@ -325,7 +320,7 @@ def test_a_later_token_that_the_grammar_rejects(length):
     req, grammar = Req("r", "", [1], SamplingParams(max_new_tokens=length), vocab_size=99), Rejects()
     req.sampling_params.normalize(None)
     req.grammar = grammar
-    scheduler_refusal_mixin._check_grammar(req)
+    check_grammar(req)
     for token in 5, 7, 8:
         req.output_ids.append(token)
         req.check_finished()

@@ -9,15 +9,16 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import test_samples
+import samples_front
 from fastapi import HTTPException
+from samples_front import Manager
 from sglang.srt.disaggregation import peer_calls, refusal
-from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, SAMPLE_ROUTE, Unanswered, listen
+from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, Unanswered, listen
 from sglang.srt.managers import samples
-from sglang.srt.managers.samples import sample_room
-from test_samples import MODES, Manager, answers, body, run, until
+from sglang.srt.managers.samples import SAMPLE_ROUTE, sample_room
+from tokenizer_front import MODES, answers, body, run, until
 
-server, no_shared_memory = test_samples.server, test_samples.no_shared_memory
+server, no_shared_memory = samples_front.server, samples_front.no_shared_memory
 FAILED = {"type": "abort", "status_code": 500, "message": "lost"}
 
 
@@ -96,7 +97,7 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
         assert {one.rid for one in waiting[1:]} <= {*prefill.send_to_scheduler.aborts}
         # No room twice.
         told = rooms_told(prefill)
-        assert len(told) == len({*told}) and {*told} <= {11, 12, *test_samples.ROOMS}
+        assert len(told) == len({*told}) and {*told} <= {11, 12, *samples_front.ROOMS}
 
     run(test())
 
@@ -121,7 +122,7 @@ def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refuse
         with pytest.raises(HTTPException):
             await answers(decode, body(port=server))
         gate.set()
-        expected = {11, 12, *test_samples.ROOMS}
+        expected = {11, 12, *samples_front.ROOMS}
         await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
         with pytest.raises(ValueError, match="cannot be told of samples"):
             await answers(prefill, body(port=server))
@@ -186,7 +187,7 @@ def test_a_warm_up_that_fails_as_its_samples_are_announced_fails_them():
             await task
         told = [message for message in prefill.send_to_scheduler.got if isinstance(message, refusal.RefusedReq)]
         assert [(message.room, message.at_fault) for message in told] == [
-            (room, False) for room in [11, 12, *test_samples.ROOMS]
+            (room, False) for room in [11, 12, *samples_front.ROOMS]
         ]
 
     run(test())

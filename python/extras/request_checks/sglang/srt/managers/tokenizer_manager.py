@@ -1,0 +1,69 @@
+"""Requests that no worker can serve: both workers of a pair refuse them, with status 400, before anything is sent.
+
+Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
+each.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.managers import tokenizer_manager as engine
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.refused_requests import endpoint_of
+from sglang.srt.managers.request_admission import RequestAdmission
+from sglang.srt.managers.request_checks import check_labels, check_sampling, stop_tokens
+
+__all__ = ["TokenizerManager"]
+
+
+class TokenizerManager(engine.TokenizerManager):
+    """Looks at each option of a request."""
+
+    def generate_request(self, obj, request=None):
+        """Notes whether the engine has made the request of an object that FastAPI has not checked: for Vertex AI."""
+        if isinstance(obj, GenerateReqInput) and endpoint_of(request) == "vertex_generate":
+            obj.untyped = True
+        return super().generate_request(obj, request)
+
+    def _validate_rid_not_in_flight(self, obj) -> None:
+        """Adds the checks of a request: here each prompt has its own options, and nothing is kept of them yet."""
+        super()._validate_rid_not_in_flight(obj)
+        if not isinstance(obj, GenerateReqInput):
+            return
+        if self.server_args.enable_lora and obj.lora_id is not None:
+            if not obj.lora_path:
+                # The scheduler has no such adapter.
+                raise ValueError("lora_id is not the client's to choose: name the adapter in lora_path.")
+            obj.lora_id = None
+        if obj.custom_labels and self.enable_metrics:
+            check_labels(obj.custom_labels, self.metrics_collector.labels)
+        self._admission().check(obj)
+
+    def _admission(self) -> RequestAdmission:
+        return RequestAdmission(
+            self.disaggregation_mode,
+            self.server_args,
+            self.model_config,
+            self.mm_processor,
+            self.tokenizer is not None,
+            lambda: self.max_req_input_len,
+            self._check_room,
+        )
+
+    def _validate_one_request(self, obj, input_ids) -> None:
+        """Adds the scheduler's limit, which it would find only after the handshake."""
+        super()._validate_one_request(obj, input_ids)
+        if isinstance(obj, GenerateReqInput) and input_ids is not None:
+            self._admission().check_prompt(obj, input_ids)
+
+    def _create_tokenized_object(self, obj, *args, **kwargs):
+        """Adds the checks of sampling parameters, and drops stop tokens outside the vocabulary.
+
+        For those the engine makes indices that the logits do not have.
+        """
+        tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
+        params = tokenized_obj.sampling_params
+        if isinstance(obj, GenerateReqInput):
+            deterministic = self.server_args.enable_deterministic_inference
+            check_sampling(params, self.model_config.vocab_size, stream=obj.stream, deterministic=deterministic)
+        params.stop_token_ids = stop_tokens(params.stop_token_ids, self.model_config.vocab_size)
+        return tokenized_obj

@@ -1,0 +1,30 @@
+"""Several tokenizer processes: which of them a request comes to, nobody knows before, so none is told of its samples.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation.peer_calls import listen
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import multi_tokenizer_mixin as engine
+from sglang.srt.managers.samples import SAMPLE_ROUTE
+
+__all__ = ["MultiTokenizerRouter"]
+
+
+class MultiTokenizerRouter(engine.MultiTokenizerRouter):
+    """Refuses samples, which it is told of."""
+
+    def __init__(self, server_args, port_args):
+        """Listens before the bootstrap server is there."""
+        if server_args.disaggregation_mode == DisaggregationMode.PREFILL.value:
+            listen(SAMPLE_ROUTE, _refuse_samples)
+        super().__init__(server_args, port_args)
+
+
+def _refuse_samples(rooms: list[int], derivation: int) -> None:
+    raise ValueError(
+        "n must be 1: this prefill has several tokenizer processes, and cannot tell them of samples. "
+        "Start it without --tokenizer-worker-num, or send the request n times."
+    )
