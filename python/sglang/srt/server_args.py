@@ -1,4 +1,4 @@
-"""The decode radix cache flag, and those of PegaFlow.
+"""The decode radix cache flag.
 
 Upstream: 0.5.11, which has the flag under this name (sgl-project/sglang#19746, merged).
 """
@@ -12,7 +12,7 @@ import logging
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG, PEGAFLOW_FLAG, READ_FLAG
+from sglang.srt.mem_cache.cache_support import FLAG, READ_FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -25,7 +25,6 @@ __all__ = ["ServerArgs"]
 DEFAULT_MAX_OVERTAKEN = 32
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
-DEFAULT_PEGAFLOW_ENDPOINT = "127.0.0.1:50055"
 # Seconds for which a worker of a pair keeps an idle HTTP connection. Whoever gives one up first should be the router: a
 # request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
 # (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
@@ -40,34 +39,6 @@ class _SecondName(argparse._StoreTrueAction):
         namespace.disaggregation_decode_enable_radix_cache = True
 
 
-def _add_pegaflow_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--enable-pegaflow",
-        action="store_true",
-        help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
-    )
-    parser.add_argument(
-        "--pegaflow-endpoint",
-        default=DEFAULT_PEGAFLOW_ENDPOINT,
-        metavar="HOST:PORT",
-        help=f"Where that server listens. Default: {DEFAULT_PEGAFLOW_ENDPOINT}.",
-    )
-    parser.add_argument(
-        "--kv-namespace",
-        default="",
-        metavar="NAME",
-        help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or read "
-        "from decode: workers with the same NAME and layout of KV read each other's. Without it the model's path, "
-        "--revision and --weight-version are the name. Give another NAME whenever other weights come under the same "
-        "path.",
-    )
-    parser.add_argument(
-        "--pegaflow-allow-non-loopback",
-        action="store_true",
-        help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
-    )
-
-
 def _check_flag_is_there(args: ServerArgs) -> None:
     """Raise ValueError for an option that needs the flag, on a worker that has it not."""
     if args.disaggregation_decode_admission != "prefix":
@@ -80,17 +51,16 @@ def _check_flag_is_there(args: ServerArgs) -> None:
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with the flags of the decode radix cache and PegaFlow, and what they are verified for."""
+    """Server arguments with the flags of the decode radix cache, and what they are verified for."""
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     disaggregation_decode_verify_pages: bool = False
     disaggregation_prefill_read_decode: int | None = None
-    enable_pegaflow: bool = False
-    pegaflow_endpoint: str = DEFAULT_PEGAFLOW_ENDPOINT
     kv_namespace: str = ""
-    pegaflow_allow_non_loopback: bool = False
+    # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
+    keyed = False
 
     def __post_init__(self) -> None:
         """Notes first whether the radix cache is off because that was asked for."""
@@ -141,7 +111,15 @@ class ServerArgs(engine.ServerArgs):
             help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
             "place of computing it, where that is N tokens or more.",
         )
-        _add_pegaflow_options(parser)
+        parser.add_argument(
+            "--kv-namespace",
+            default="",
+            metavar="NAME",
+            help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or "
+            "read from decode: workers with the same NAME and layout of KV read each other's. Without it the model's "
+            "path, --revision and --weight-version are the name. Give another NAME whenever other weights come under "
+            "the same path.",
+        )
 
     def _handle_environment_variables(self) -> None:
         """A worker of a pair outlasts its router's idle connections, where the variable is not set.
@@ -151,14 +129,6 @@ class ServerArgs(engine.ServerArgs):
         super()._handle_environment_variables()
         if self.disaggregation_mode != "null" and not envs.SGLANG_TIMEOUT_KEEP_ALIVE.is_set():
             envs.SGLANG_TIMEOUT_KEEP_ALIVE.set(KEEP_ALIVE_S)
-
-    def _resolve_storage_layout_compatibility(self) -> None:
-        """Leaves the layout of host memory below decode's tree: its storages take a page of any.
-
-        Upstream: none is known; the engine's Mooncake storage takes pages in one piece.
-        """
-        if not self.disaggregation_decode_enable_radix_cache:
-            super()._resolve_storage_layout_compatibility()
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
@@ -216,16 +186,11 @@ class ServerArgs(engine.ServerArgs):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
         watermark_part()
-        if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
-            raise ValueError(
-                f"--hicache-ratio is {self.hicache_ratio:g}: host memory has to hold more than the KV pool. "
-                f"Give more than 1, or --hicache-size, or start with {FLAG} alone."
-            )
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
-        """Checks pages, the secret, Mooncake and PegaFlow, with all defaults settled.
+        """Checks pages, the secret and Mooncake, with all defaults settled.
 
         Checks that the cache is still on.
         """
@@ -243,20 +208,6 @@ class ServerArgs(engine.ServerArgs):
         for option, given in (
             (FLAG, self.disaggregation_decode_enable_radix_cache),
             (READ_FLAG, self.disaggregation_prefill_read_decode is not None),
-            # Decode without the flag has none anyway, which is refused below.
-            (PEGAFLOW_FLAG, self.enable_pegaflow and self.disaggregation_mode != "decode"),
         ):
             if given:
                 cache_support.check_not_turned_off(option, self)
-        if self.enable_pegaflow:
-            # Not at the top: it needs the engine's modules, which need this one.
-            from sglang.srt.mem_cache.pegaflow import checks
-
-            checks.check(self)
-        if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
-            from sglang.srt.mem_cache.host_tier import checks as host_tier
-            from sglang.srt.mem_cache.host_tier.storage import read_options
-
-            if self.hicache_storage_backend is not None:
-                read_options(self)
-            host_tier.check_free(self)

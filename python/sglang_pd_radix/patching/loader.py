@@ -7,7 +7,8 @@ engine has none, the file is a *new module*, found through the ``__path__`` of t
 
 An *extra* is a folder ``extras/NAME`` there with such a tree of its own. Overlays of one module run one after another,
 the core's first and then those of the extras in the order of ``extras/ORDER``; each sees the module as the one before
-has left it. No two new modules have one name: an extra changes modules of the engine, and none of the core.
+has left it. A line there is ``NAME``, or ``NAME: OTHER`` where it imports another extra. No two new modules have one
+name: an extra changes modules of the engine, and none of the core.
 """
 
 from __future__ import annotations
@@ -101,13 +102,19 @@ def known_extras(root: Path | None = None) -> list[str]:
     ``root`` is the directory that holds the patch tree (default: `patch_root`).
     """
     folder = (root or patch_root()) / "extras"
-    order = folder / "ORDER"
-    names = order.read_text(encoding="utf-8").split() if order.is_file() else []
-    return [name for name in names if (folder / name).is_dir()]
+    return [name for name in needs(root) if (folder / name).is_dir()]
+
+
+def needs(root: Path | None = None) -> dict[str, list[str]]:
+    """The extras that each one imports, in that order; of those too that are not there."""
+    order = (root or patch_root()) / "extras" / "ORDER"
+    lines = order.read_text(encoding="utf-8").splitlines() if order.is_file() else []
+    return {name.strip(): others.split() for name, _, others in (line.partition(":") for line in lines) if name.strip()}
 
 
 def extras() -> list[str]:
-    """Those of them that run. Raises PdRadixError where SGLANG_PD_RADIX_EXTRAS names one that is not there."""
+    """Those of them that run. Raises PdRadixError where SGLANG_PD_RADIX_EXTRAS names one that is not there, or leaves
+    out what one needs."""
     known = known_extras()
     given = [name.strip() for name in os.environ.get(EXTRAS, "").split(",") if name.strip()]
     if given == ["none"]:
@@ -116,7 +123,11 @@ def extras() -> list[str]:
         if name not in known:
             takes = f"none, or some of: {', '.join(known)}"
             raise PdRadixError(f"SGLANG_PD_RADIX_EXTRAS names {name!r}, and there is no such extra. It takes {takes}.")
-    return [name for name in known if name in given or not given]
+    running = [name for name in known if name in given or not given]
+    for name in running:
+        if missing := [other for other in needs()[name] if other not in running]:
+            raise PdRadixError(f"The extra {name} needs {missing[0]}, which is not there or not selected by {EXTRAS}.")
+    return running
 
 
 def patch_roots(names: Sequence[str], root: Path | None = None) -> list[Path]:

@@ -17,13 +17,10 @@ os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
 
 
 import end_of_a_run
-import mooncake_master
 import pytest
-import storage_kinds
 import torch
 import zmq
 from hypothesis import HealthCheck, settings
-from mooncake_master import Master
 from sglang.srt import server_args
 
 if TYPE_CHECKING:
@@ -110,21 +107,3 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextM
             yield
 
     return without
-
-
-# ---- storages below host memory ----
-
-
-@pytest.fixture(scope="session")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    """Skips where Mooncake is not installed."""
-    with mooncake_master.running(tmp_path_factory.mktemp("mooncake")) as started:
-        yield started
-        # Before the master goes, or each looks for it for a while.
-        storage_kinds.close_clients()
-
-
-@pytest.fixture(params=storage_kinds.KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """Each storage backend, as `storage_kinds` has it."""
-    return request.getfixturevalue("master").kind if request.param == "mooncake" else request.param

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decode_world import World
-from engine_classes import engine_class
+from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
@@ -366,15 +366,7 @@ def test_the_audit_finds_what_is_wrong():
 
 def refuse(tree: type | None = None, **options) -> Scheduler:
     scheduler = object.__new__(Scheduler)
-    scheduler.server_args = SimpleNamespace(
-        disaggregation_decode_enable_radix_cache=True,
-        enable_pegaflow=False,
-        speculative_algorithm=None,
-        enable_dp_attention=False,
-        disaggregation_decode_verify_pages=False,
-        enable_hierarchical_cache=False,
-    )
-    vars(scheduler.server_args).update(options)
+    scheduler.server_args = args_of(disaggregation_decode_enable_radix_cache=True, **options)
     runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=True)
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     return scheduler

@@ -42,9 +42,12 @@ def test_the_order_names_each_folder():
 def test_without_its_folder_everything_else_imports(name, tmp_path):
     python = tmp_path / "python"
     shutil.copytree(PYTHON, python, ignore=shutil.ignore_patterns("__pycache__", "tests"))
-    shutil.rmtree(python / "extras" / name)
+    # With those that import it.
+    gone = [name, *(other for other, needs in loader.needs(PYTHON).items() if name in needs)]
+    for one in gone:
+        shutil.rmtree(python / "extras" / one)
     done = run(EVERYTHING, python)
-    others = [other for other in loader.known_extras(PYTHON) if other != name]
+    others = [other for other in loader.known_extras(PYTHON) if other not in gone]
     assert done.stdout.split() == [str(python), *others], done.stderr[-3000:]
 
 
@@ -54,6 +57,15 @@ def test_with_none_a_worker_imports_and_takes_no_option_of_theirs():
     done = run(code, PYTHON, SGLANG_PD_RADIX_EXTRAS="none")
     assert (done.returncode, done.stdout.split()) == (2, [str(PYTHON)]), done.stderr[-3000:]
     assert "argument --load-balance-method: invalid choice: 'longest_prefix' (choose from" in done.stderr
+
+
+def test_what_an_extra_imports_has_to_run_too(monkeypatch):
+    assert all({*others} <= {*loader.known_extras(PYTHON)} for others in loader.needs(PYTHON).values())
+    monkeypatch.setenv(loader.EXTRAS, "host_tier,kept_kv")
+    assert loader.extras() == ["kept_kv", "host_tier"]
+    monkeypatch.setenv(loader.EXTRAS, "host_tier")
+    with pytest.raises(PdRadixError, match="host_tier needs kept_kv, which is not there or not selected"):
+        loader.extras()
 
 
 def test_a_command_tells_of_a_wrong_name_before_it_starts_anything(monkeypatch):

@@ -90,7 +90,6 @@ def test_prompts_are_not_computed_where_ranks_do_not_tell_each_other(parse, monk
         (["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mori"], "mori"),
         (["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"], "fake"),
         ([*DECODE, "--disable-radix-cache"], "--disable-radix-cache"),
-        ([*DECODE, "--enable-hierarchical-cache", "--hicache-ratio", "1"], "--hicache-ratio is 1: host memory"),
         ([*DECODE, "--enable-lmcache"], "--enable-lmcache"),
         ([*DECODE, "--enable-streaming-session"], "--enable-streaming-session"),
         ([*DECODE, "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),

@@ -7,55 +7,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from decode_world import World
-from hypothesis import settings
-from hypothesis.stateful import invariant, run_state_machine_as_test
 from kv_listener import Listener, names_in, names_of
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored, KVEventBatch
+from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from speculating_loop import SpeculatingLoop
-from test_host_tier import HostLife, settle
 from test_speculation import ask
 from test_traps import PAGE, serve_to_end, tokens
-
-
-class OverheardTier:
-    """Lives with a host tier: who listens knows of each page whether it is on the device, in host memory, or both."""
-
-    @invariant()
-    def sound(self):
-        super().sound()
-        if not hasattr(self, "world"):
-            return
-        if not hasattr(self, "listeners"):
-            # What was there before is not told again.
-            assert self.world.flush()
-            self.world.tree.enable_kv_cache_events = self.world.tier.host.enable_kv_cache_events = True
-            self.listeners = {MEDIUM_GPU: Listener(), MEDIUM_CPU: Listener()}
-            for prompt in ([1, 2] * 9, [1] * 17, [2, 1, 1] * 8):
-                serve_to_end(self.world, prompt)
-                settle(self.world)
-        events = self.world.tree.take_events()
-        for medium, tree in ((MEDIUM_GPU, self.world.tree), (MEDIUM_CPU, self.world.tier.host)):
-            listener = self.listeners[medium]
-            listener.hear([event for event in events if getattr(event, "medium", medium) == medium])
-            assert set(listener.parents) == set(names_in(tree))
-        device, host = (set(listener.parents) for listener in self.listeners.values())
-        HEARD.append((len(device - host), len(host - device), len(device & host)))
-
-
-# Pages on the device alone, in host memory alone, and in both.
-HEARD: list[tuple[int, int, int]] = []
-
-
-@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, 3)])
-def test_by_events_both_media_are_known_in_every_life_with_a_host_tier(page_size, states):
-    machine = type("Overheard", (OverheardTier, HostLife), {"page_size": page_size, "states": states})
-    HEARD.clear()
-    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40, deadline=None))
-    device, host, both = map(any, zip(*HEARD, strict=True))
-    assert device and both and host
 
 
 def listened_to(world: World) -> World:

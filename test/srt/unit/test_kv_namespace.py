@@ -6,10 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
-from sglang.srt.mem_cache.kv_namespace import kv_namespace, model_namespace, rank_namespace
-from sglang.srt.mem_cache.pegaflow.memory import KVLayout
+from sglang.srt.mem_cache.kv_namespace import kv_namespace
 
 
 def options(**given: Any) -> SimpleNamespace:
@@ -50,8 +47,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("named", [kv_namespace, model_namespace])
-def test_what_separates_workers_by_default(named):
+def test_what_separates_workers_by_default(named=kv_namespace):
     names = [named(options(**given)) for given in ({}, *WEIGHTS, *FORMATS)]
     assert len(set(names)) == len(names)
     assert names[0] == named(options())
@@ -70,50 +66,10 @@ def test_a_directory_is_known_by_where_it_is(tmp_path, monkeypatch):
     assert names[0] != names[1]
 
 
-@pytest.mark.parametrize("named", [kv_namespace, model_namespace])
-def test_the_operators_name_says_which_weights_are_the_same(named):
+def test_the_operators_name_says_which_weights_are_the_same(named=kv_namespace):
     mine = {"kv_namespace": "team a/llama"}
     name = named(options(**mine))
     assert name.startswith("team-a-llama-")
     assert {named(options(**mine, **given)) for given in WEIGHTS} == {name}
     others = [named(options(**mine, **given)) for given in FORMATS]
     assert len({name, *others, named(options(kv_namespace="b")), named(options())}) == len(others) + 3
-
-
-def test_a_draft_has_a_part_in_the_name_of_a_storage():
-    """Its KV is in the same pages."""
-    eagle = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "d"}
-    drafts = [
-        {},
-        eagle,
-        {**eagle, "speculative_algorithm": "EAGLE3"},
-        {**eagle, "speculative_draft_model_quantization": "fp8"},
-    ]
-    others = [{**eagle, "speculative_draft_model_path": "e"}, {**eagle, "speculative_draft_model_revision": "r"}]
-    assert len({model_namespace(options(**one)) for one in (*drafts, *others)}) == 6
-    # The operator's name is of both.
-    named = [model_namespace(options(**one, kv_namespace="n")) for one in (*drafts, *others)]
-    assert len(set(named)) == 4 and named[1] == named[4] == named[5]
-
-
-def layout(
-    page_size: int = 4, heads: int = 2, dim: int = 8, dtype: Any = torch.float32, layers: int = 2
-) -> list[object]:
-    buffers = {f"k{i}": torch.zeros((8, heads, dim), dtype=dtype) for i in range(layers)}
-    return KVLayout(buffers, page_size, False).describe()
-
-
-def test_each_layout_and_rank_has_a_name_of_its_own():
-    # Bytes of a page are the same in most of them.
-    layouts = [
-        layout(),
-        layout(page_size=8, heads=1),
-        layout(heads=4, dim=4),
-        layout(heads=1, dim=16),
-        layout(dim=16, dtype=torch.float16),
-        layout(layers=1),
-    ]
-    assert len({rank_namespace("m", one, 0, 1) for one in layouts}) == len(layouts)
-    assert rank_namespace("m", layout(), 0, 1) == rank_namespace("m", layout(), 0, 1)
-    ranks = [("m", 0, 1), ("m", 0, 2), ("m", 1, 2), ("m", None, 2), ("n", 0, 1)]
-    assert len({rank_namespace(name, layout(), rank, size) for name, rank, size in ranks}) == len(ranks)

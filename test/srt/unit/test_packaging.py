@@ -138,7 +138,8 @@ def test_wheel_of_this_checkout_carries_every_patch_file(tmp_path: Path) -> None
     patches = {f"sglang_pd_radix/_patches/{path}" for path in files}
     extras = {name for name in names if "/_patches/extras/" in name and not name.endswith(".py")}
     folders = {f"sglang_pd_radix/_patches/{tree.parent.relative_to(python)}" for tree in trees[1:]}
-    of_each = {f"{folder}/{name}" for folder in folders for name in ("README.md", "pins.json")}
+    of_each = {f"{folder}/README.md" for folder in folders}
+    of_each |= {f"sglang_pd_radix/_patches/{path.relative_to(python)}" for path in python.glob("extras/*/pins.json")}
     assert extras == of_each | {"sglang_pd_radix/_patches/extras/ORDER"}
     own = {str(path.relative_to(python)) for path in PACKAGE.rglob("*.py")}
     assert patches and "sglang_pd_radix/tools/bench/command.py" in own

@@ -73,9 +73,9 @@ def test_a_default_is_said_once():
 
 def test_metrics_are_those_that_are_made():
     made: set[str] = set()
-    for path in [*PATCH.glob("observability/*.py"), *PATCH.parents[1].glob("extras/*/sglang/srt/observability/*.py")]:
-        source = path.read_text(encoding="utf-8")
-        made |= set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", source))
+    for tree in (PATCH, *ROOT.glob("python/extras/*/sglang")):
+        for path in tree.rglob("*.py"):
+            made |= set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
     listed = {name.removeprefix("sglang:").removesuffix("_total"): worker for name, worker, *_ in reference.metrics()}
     assert {*listed} == made and len(made) > 10
     assert listed["pd_requests"] == "prefill, decode" and listed["decode_audit_faults"] == "decode with the flag"

@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from engine_classes import engine_class
+from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
@@ -208,12 +208,7 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
 
     scheduler = object.__new__(Scheduler)
     args = {"speculative_algorithm": "EAGLE", "model_path": "target", "speculative_draft_model_path": "draft"}
-    args |= {
-        "disaggregation_decode_enable_radix_cache": True,
-        "enable_pegaflow": False,
-        "enable_hierarchical_cache": False,
-    }
-    scheduler.server_args = SimpleNamespace(**args)
+    scheduler.server_args = args_of(disaggregation_decode_enable_radix_cache=True, **args)
     scheduler.enable_overlap = overlap
     scheduler.tp_worker = SimpleNamespace(model_runner=runner(256, "LlamaForCausalLM"))
 

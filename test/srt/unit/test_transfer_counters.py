@@ -124,7 +124,6 @@ def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, rank
     counters.blocked()
     counters.overtaken(1)
     counters.followed(4, 0.5)
-    counters.host_loaded(4)
     assert len(told(registry)) == (0 if ranks else 12)
     # What each rank finds out for itself.
     counters.mismatched()

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_world import Receiver, World, aborted, end_patience, kv_of
-from engine_classes import engine_class
+from engine_classes import args_of, engine_class
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -287,7 +287,7 @@ def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkey
         Pool.get_state_buf_infos = lambda self: None
     monkeypatch.setattr(engine_class(Scheduler), "init_cache_with_memory_pool", engines)
     scheduler = object.__new__(Scheduler)
-    scheduler.server_args = SimpleNamespace(disaggregation_decode_enable_radix_cache=True, enable_pegaflow=False)
+    scheduler.server_args = args_of(disaggregation_decode_enable_radix_cache=True)
     runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=Pool())
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     named = r"state \(Pool\)" if state_pool else "MambaRadixCache "

@@ -165,14 +165,14 @@ def test_pages_of_running_requests_are_in_neither():
     assert world.tree.audit([world.running[0].last_node]) == [FREE_AND_HELD]
 
 
-def test_what_a_pegaflow_server_may_still_write_to_is_in_neither(monkeypatch):
+def test_what_a_tier_may_still_write_to_is_in_neither(monkeypatch):
     world = served_world()
     pools = Pools(world.tree, world.allocator, world.pool, 128)
     world.allocator.free_pages = world.allocator.free_pages[2:]
     monkeypatch.setattr(Tier, "unreturned_tokens", 2 * PAGE)
     assert pools.audit() == []
     monkeypatch.setattr(Tier, "unreturned_tokens", 3 * PAGE)
-    assert pools.audit() == ["1 pages of KV are free or in the tree that a PegaFlow server has not returned"]
+    assert pools.audit() == ["1 pages of KV are free or in the tree that a tier has not returned"]
 
 
 def test_an_allocator_of_another_kind_tells_nothing():

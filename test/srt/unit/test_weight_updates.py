@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from host_world import HostSizes
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop
@@ -33,7 +31,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.pegaflow.tree import PegaFlowRadixCache
+from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.utils import broadcast_pyobj
 from sglang.utils import TypeBasedDispatcher
@@ -172,22 +170,12 @@ def test_what_may_change_the_weights(message, changes, monkeypatch):
     assert all(so_far == changes for _, so_far in done)
 
 
-class Saving(PegaFlowRadixCache):
-    """The tree of an aggregated server with PegaFlow, of which nothing is under way."""
-
-    def __init__(self) -> None:
-        pass
-
-    def advance(self) -> bool:
-        return False
-
-
 def flush_by_clocks(
-    rank: int, ahead: list[float], idle_from: list[int], pegaflow: bool = False, timeout_s: float = 1000
+    rank: int, ahead: list[float], idle_from: list[int], with_tier: bool = False, timeout_s: float = 1000
 ) -> list[tuple]:
     """What comes of a flush, and when. ahead: how far each rank's clock is when it has begun to wait."""
-    scheduler, said = Rank(DisaggregationMode.NULL if pegaflow else DisaggregationMode.DECODE), []
-    scheduler.tree_cache = Saving() if pegaflow else None
+    scheduler, said = Rank(DisaggregationMode.NULL if with_tier else DisaggregationMode.DECODE), []
+    scheduler.tree_cache = SimpleNamespace(tier=NO_TIER) if with_tier else None
     scheduler.attn_tp_size, scheduler.attn_tp_cpu_group = 2, dist.group.WORLD
     scheduler.busy_until = idle_from[rank]
     scheduler.send_to_tokenizer.send_output = lambda answer, to: said.append((scheduler.turn, answer.success))
@@ -210,10 +198,10 @@ def flush_by_clocks(
         ([2000, 0], [0, 5], [(3, False)]),
     ],
 )
-@pytest.mark.parametrize("pegaflow", [False, True])
-def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, pegaflow):
-    """A tree that only one of them has emptied is not that of the other. With PegaFlow they meet in the flush, too."""
-    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, pegaflow)) == said
+@pytest.mark.parametrize("with_tier", [False, True])
+def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, with_tier):
+    """A tree that only one of them has emptied is not that of the other. A server by itself may have a tier."""
+    assert assert_same(pair.run(flush_by_clocks, ahead, idle_from, with_tier)) == said
 
 
 @pytest.mark.parametrize(("idle_from", "flushed"), [([0, 0], True), ([0, 4], False), ([4, 0], False), ([4, 4], False)])
@@ -445,31 +433,6 @@ def test_prefill_does_not_wait_for_what_is_fetched_for_requests_that_it_has_not_
     loop.arrive(CHUNK, 8, asked=False)
     assert scheduler.update_weights_from_disk(MESSAGES["disk"](True)) is not None
     assert not tree.ongoing_prefetch and len(scheduler.disagg_prefill_bootstrap_queue.queue) == 1
-
-
-def test_memory_is_not_taken_away_from_copies_to_the_host(monkeypatch):
-    """The engine takes it first and flushes then, which is what waits for them."""
-    loop = Loop(size=64, page_size=4, host=HostSizes(64, hits=1, late=True))
-    scheduler, seen = loop.scheduler, []
-    scheduler.offload_tags = set()
-    copies = loop.tier.memory.begun
-    scheduler.memory_saver_adapter = SimpleNamespace(pause=lambda tag: seen.append((tag, len(copies))))
-    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: None))
-    turns = itertools.count()
-
-    def between() -> None:
-        if next(turns) == 0:
-            loop.handshake(loop.arrive([1, 2, 3, 4, 5, 6, 7, 8, 9], max_new=3))
-        for asked in loop.asked:
-            loop.complete(asked)
-        if loop.tier.saves.under_way and not loop.running and scheduler.is_fully_idle():
-            assert copies
-            scheduler.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-            raise OverlappedLoopEnds
-        assert next(turns) < 100
-
-    loop.run(between)
-    assert seen == [("kv_cache", 0)]
 
 
 def test_memory_is_not_taken_from_requests_that_prefill_has_not_begun(monkeypatch):

@@ -51,7 +51,7 @@ class Manager(TokenizerManager):
             enable_dynamic_batch_tokenizer=False,
             allow_auto_truncate=False,
             enable_dp_attention=False,
-            enable_pegaflow=False,
+            keyed=False,
             enable_deterministic_inference=False,
             enable_return_hidden_states=False,
             enable_custom_logit_processor=False,

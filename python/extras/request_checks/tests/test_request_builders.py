@@ -31,7 +31,7 @@ def manager() -> TokenizerManager:
     made.model_config = SimpleNamespace(vocab_size=VOCAB)
     made.server_args = SimpleNamespace(
         disaggregation_decode_enable_radix_cache=False,
-        enable_pegaflow=False,
+        keyed=False,
         allow_auto_truncate=False,
         enable_lora=False,
     )

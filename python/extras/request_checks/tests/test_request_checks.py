@@ -226,7 +226,7 @@ def door(mode: DisaggregationMode, **options) -> TokenizerManager:
         "disaggregation_decode_enable_radix_cache": False,
         "allow_auto_truncate": False,
         "disaggregation_transfer_backend": "nixl",
-        "enable_pegaflow": False,
+        "keyed": False,
         "enable_deterministic_inference": False,
         "disable_radix_cache": False,
     }

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 from decode_world import World
 from engine_classes import engine_class
-from host_world import HostSizes
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,23 +292,6 @@ def test_shared_prefixes_count_once_where_they_are_read_once():
         load = full.load(live)
         assert not full.add(load, plan(40, held=900, evictable=7), req(940))
         assert now(load) == (2, before), "what is not added leaves nothing behind"
-
-
-def test_what_a_save_or_a_failed_request_has_locked_no_step_reads():
-    world = World(size=512, page_size=4, host=HostSizes(1024, late=True), options=target(3.0))
-    gate = known(world, estimate(1, 0, 0.01))
-    gate._shares = True
-    serve(world, tokens(1, 64), max_new=1)
-    world.finish(world.running[0])
-    world.step()
-    assert world.tier.saves.tokens == 64 == world.tree.protected_size_
-    assert gate.load(world.queue.live()).shared == 0
-    (half,) = queue(world, tokens(1, 32) + tokens(50, 8))
-    world.step()
-    assert gate.load(world.queue.live()).shared == 32
-    half.kv_receiver.state = KVPoll.Failed
-    world.step()
-    assert world.transfer.quarantine and gate.load(world.queue.live()).shared == 0
 
 
 # ---- measured ----

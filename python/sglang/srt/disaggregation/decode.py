@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.disaggregation import decode as engine
@@ -50,7 +50,6 @@ from sglang.srt.observability import thread_time
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.host_tier.tier import Load
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +82,8 @@ class DecodeRequest(engine.DecodeRequest):
     # pages of a window.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
-    # What it counts on in host memory, until it is committed or has given its pages back.
-    load: Load | None = None
+    # What it counts on in a tier (`Tier.lock`), until it is committed or has given its pages back.
+    load: Any = None
     # Whether another request of its room was refused: its half may come to prefill after that has dropped the room.
     is_doubled: bool = field(default=False, init=False)
 

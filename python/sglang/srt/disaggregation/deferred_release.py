@@ -92,7 +92,7 @@ def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
 
 
 def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
-    """Let go of what a request has counted on in host memory, when nothing is copied for it any more."""
+    """Let go of what a request has counted on in a tier, when nothing is copied for it any more."""
     load, decode_req.load = decode_req.load, None
     if load is not None:
         load.wait()

@@ -111,7 +111,7 @@ class Pools:
         A request in the retracted queue holds nothing of them either.
         """
         tier = self.tree.tier
-        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, tier.unreturned_tokens), *tier.faults()]
+        faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, tier), *tier.faults()]
         rows = self.rows
         faults += _not_all_free("rows", rows.free_slots, range(rows.size + getattr(rows, "pre_alloc_size", 0)))
         if self.buffers is not None:

@@ -59,11 +59,8 @@ class Req(engine.Req):
     decode_prefix_len: int | None = None
     # The same at its first admission, when prefill was asked for the rest; a resume asks prefill for nothing.
     transfer_prefix_len: int | None = None
-    # Tokens of its prompt that host memory had when it was admitted, and how many of these the tree had; 0: no more.
+    # Tokens of its prompt that a tier had when it was admitted; 0: no more than the tree.
     host_prefix_len: int = 0
-    load_start: int = 0
-    # Of those that came from host memory, how many a storage had brought there for this request.
-    from_storage: int = 0
     # Tokens of its prompt that decode computes itself; 0 where prefill does.
     computed_here: int = 0
     # Tokens of KV, in whole pages, that it will have in the end, as far as is planned for; 0 until that is asked for.
@@ -92,13 +89,8 @@ class Req(engine.Req):
 
     @property
     def held_len(self) -> int:
-        """Tokens of its prompt that decode held when it was admitted, in its pool or in host memory."""
+        """Tokens of its prompt that decode held when it was admitted, in its pool or in a tier."""
         return max(self.decode_prefix_len or 0, self.host_prefix_len)
-
-    @property
-    def from_host(self) -> int:
-        """How many of these came from host memory."""
-        return self.host_prefix_len and self.host_prefix_len - self.load_start
 
     def init_next_round_input(self, tree_cache=None, cow_mamba: bool | None = None) -> None:
         """Keeps the engine from matching an admitted request again when its prebuilt batch is made.

@@ -19,20 +19,13 @@ from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.pegaflow.scheduler import PegaFlowScheduler
 from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.observability.kv_transfer_metrics import dp_rank_of
 
 __all__ = ["Scheduler"]
 
 
-class Scheduler(
-    SchedulerAbortMixin,
-    SchedulerRefusalMixin,
-    SchedulerGaugesMixin,
-    PegaFlowScheduler,
-    engine.Scheduler,
-):
+class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin, engine.Scheduler):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
 
     What the engine has in its mixins is overridden in their modules.
@@ -50,13 +43,13 @@ class Scheduler(
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
         args = self.server_args
-        if args.enable_pegaflow or not args.disaggregation_decode_enable_radix_cache:
+        if not self.takes_decode_tree():
             super().init_cache_with_memory_pool()
             return
         runner = self.tp_worker.model_runner
         kind = kv_cache_builder.kind_of(runner)
         kv_cache_builder.prepare(kind, args, lambda: self.tp_worker.get_memory_pool()[0])
-        # Of the tree that the engine would build: this one keeps what it has in host memory itself.
+        # Of the tree that the engine would build: what an extra keeps of this one elsewhere is its own.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
         self.tree_cache = kv_cache_builder.build(
@@ -66,8 +59,11 @@ class Scheduler(
             runner,
             lambda: self.sliding_window_size,
             self._draft_runner,
-            lambda: getattr(self, "forward_stream", None),
         )
+
+    def takes_decode_tree(self) -> bool:
+        """Whether it does. An extra may say no, and put a tree of its own there."""
+        return self.server_args.disaggregation_decode_enable_radix_cache
 
     def _draft_runner(self):
         worker = self.draft_worker
@@ -187,6 +183,10 @@ class Scheduler(
     def process_input_requests(self, recv_reqs) -> None:
         """Adds, once per turn of every event loop, weight updates that have waited, and the worker's gauges."""
         super().process_input_requests(recv_reqs)
+        self.begin_turn(recv_reqs)
+
+    def begin_turn(self, recv_reqs) -> None:
+        """What a turn of the loop begins with, when its messages have been processed."""
         self.publish_gauges()
         self.update_if_idle(recv_reqs)
 
@@ -211,7 +211,7 @@ class Scheduler(
         return flush()
 
     def flush_cache_wrapped(self, recv_req):
-        """Several TP ranks, or a worker with PegaFlow, decide together."""
+        """Several TP ranks, or a worker with a tier, decide together."""
         if self._flushes_alone() or self._pending_flush is not None:
             return super().flush_cache_wrapped(recv_req)
         return begin_flush(self, recv_req, super().flush_cache_wrapped)

@@ -28,7 +28,7 @@ Base: Any = object
 
 
 def kept_for_copies(tree: DecodeRadixCache) -> int:
-    """Tokens of the pool that copies to and from host memory and a PegaFlow server keep, with what lies above them."""
+    """Tokens of the pool that copies to and from a tier keep, with what lies above them."""
     return tokens_above(tree.tier.nodes_in_use()) + tree.tier.unreturned_tokens
 
 
@@ -76,14 +76,8 @@ class SchedulerGaugesMixin(Base):
         tree = self.tree_cache
         if not isinstance(tree, DecodeRadixCache):
             return
-        counters = KvTransferCounters.get(self.server_args)
-        counters.tree(tree.evictable_size(), tree.protected_size())
+        KvTransferCounters.get(self.server_args).tree(tree.evictable_size(), tree.protected_size())
         gauges.write_copying(kept_for_copies(tree))
-        if host := tree.tier.state():
-            counters.host_loaded(host["loaded"])
-            # The engine's own gauges.
-            self.stats.hicache_host_total_tokens = host["size"]
-            self.stats.hicache_host_used_tokens = host["size"] - host["available"]
         # It takes a look at every slot of the tree, which nobody should wait for.
         if time.monotonic() - self._audited_at > AUDIT_S and self.rests():
             self.audit_at_rest()

@@ -35,9 +35,8 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
         """Adds what decode held and what was sent, apart from prefill's hit; ``cached_tokens`` is the greater hit.
 
         ``decode_prefix``, ``transferred`` and ``decode_computed`` (there only if decode computes the rest itself) are
-        tokens and add up to the prompt; ``decode_host`` (with a host tier only) are those of the first that came from
-        host memory, and ``decode_storage`` (with a storage below it only) those of these that were fetched for this
-        request; the bytes are those of all TP ranks.
+        tokens and add up to the prompt; what a tier says of the first comes behind them; the bytes are those of all TP
+        ranks.
 
         Asked for every message of every request, and the same in all of them once it decodes.
         """

@@ -69,19 +69,19 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
     stage_vote: StageVote | None = None
 
     def update_weights_from_disk(self, recv_req):
-        """Puts the engine's off until no rank has a request; the worker then leaves PegaFlow."""
+        """Puts the engine's off until no rank has a request; the worker then leaves its tier."""
         return self._update_when_idle(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req):
-        """Puts the engine's off until no rank has a request; the worker then leaves PegaFlow."""
+        """Puts the engine's off until no rank has a request; the worker then leaves its tier."""
         return self._update_when_idle(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req):
-        """Puts the engine's off until no rank has a request; the worker then leaves PegaFlow."""
+        """Puts the engine's off until no rank has a request; the worker then leaves its tier."""
         return self._update_when_idle(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req):
-        """Puts the engine's off until no rank has a request; the worker then leaves PegaFlow."""
+        """Puts the engine's off until no rank has a request; the worker then leaves its tier."""
         return self._update_when_idle(super().update_weights_from_ipc, recv_req)
 
     def release_memory_occupation(self, recv_req):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.environ import envs
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DECODE",
     "FLAG",
+    "KINDS",
     "LINEAR",
-    "PEGAFLOW",
-    "PEGAFLOW_FLAG",
     "READS",
     "READ_FLAG",
     "WINDOWS",
@@ -34,15 +32,15 @@ __all__ = [
     "check_not_turned_off",
     "check_tree",
     "markdown",
+    "replace",
+    "several",
+    "switch",
 ]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
-PEGAFLOW_FLAG = "--enable-pegaflow"
 READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
-# The engine's storage backends that may be below a host tier.
-STORAGES = ("file", "mooncake")
 # Architectures of which the same is known for a draft that is part of the model (MTP).
 OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
@@ -61,9 +59,12 @@ class Refused(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CacheKind:
-    """Workers that get one tree, in words; the class of the tree; and what is refused with it."""
+    """Workers that get one tree, in words; the class of the tree; and what is refused with it.
+
+    An extra adds its own to `KINDS`, and changes what is refused with the others' by `replace`.
+    """
 
     workers: str
     tree: str
@@ -79,15 +80,13 @@ def _switch(option: str) -> Rule:
     return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
 
 
-def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
-    """What is refused with KV in host memory."""
-    both = f"--enable-hierarchical-cache with {name}"
-    return Rule(both, lambda args: args.enable_hierarchical_cache and used(args))
-
-
 def _several(option: str, name: str) -> Rule:
     """An option, ``name`` among the server's arguments, that is refused above 1."""
     return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
+
+
+# For the rows of extras.
+switch, several = _switch, _several
 
 
 def _has_draft_apart(args: ServerArgs) -> bool:
@@ -118,12 +117,7 @@ DECODE = CacheKind(
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hisparse"),
                 _switch("--disaggregation-decode-enable-offload-kvcache"),
-                # Why not the others: docs/decisions/host-storage.md.
-                _host_tier(
-                    f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} are)",
-                    lambda args: args.hicache_storage_backend not in (None, *STORAGES),
-                ),
-                _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
+                _switch("--enable-hierarchical-cache"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 # Decode has no step in which they would be loaded.
@@ -172,10 +166,6 @@ LINEAR = CacheKind(
             "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
             (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
         ),
-        Refused(
-            f"{FLAG} is not verified for a model with linear attention together with {{name}}. Leave one of them out.",
-            (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
-        ),
     ),
 )
 
@@ -191,7 +181,6 @@ WINDOWS = CacheKind(
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-dp-attention"),
                 _switch("--enable-hierarchical-cache"),
-                _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
                 Rule(
                     "--disaggregation-decode-verify-pages, whose digests leave windows out",
                     lambda args: args.disaggregation_decode_verify_pages,
@@ -200,54 +189,6 @@ WINDOWS = CacheKind(
         ),
     ),
 )
-
-PEGAFLOW = CacheKind(
-    f"any with {PEGAFLOW_FLAG}, full attention in all layers",
-    "PegaFlowRadixCache, on decode PegaFlowDecodeRadixCache",
-    (
-        Refused(
-            f"{PEGAFLOW_FLAG} is not verified together with {{name}}. Leave one of the two out.",
-            (
-                Rule(
-                    f"--disaggregation-mode decode without {FLAG}",
-                    lambda args: (
-                        args.disaggregation_mode == "decode" and not args.disaggregation_decode_enable_radix_cache
-                    ),
-                ),
-                _switch("--disable-radix-cache"),
-                _switch("--enable-hierarchical-cache"),
-                Rule("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
-                _switch("--enable-lmcache"),
-                _switch("--enable-hisparse"),
-                _switch("--disaggregation-decode-enable-offload-kvcache"),
-                _switch("--enable-streaming-session"),
-                Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
-                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
-                DIFFUSION,
-                _switch("--enable-dp-attention"),
-                _several("--data-parallel-size", "dp_size"),
-                _several("--pipeline-parallel-size", "pp_size"),
-                _several("--attention-context-parallel-size", "attn_cp_size"),
-                _several("--nnodes", "nnodes"),
-                _switch("--enable-memory-saver"),
-                _switch("--is-embedding"),
-                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
-            ),
-        ),
-        Refused(
-            f"{PEGAFLOW_FLAG} is not verified for {{name}}. Leave the flag out.",
-            (
-                Rule("multimodal models", lambda args: args.get_model_config().is_multimodal),
-                Rule("sliding-window models", lambda args: args.get_model_config().is_hybrid_swa),
-                Rule(
-                    "sparse-attention models",
-                    lambda args: "index_topk" in args.get_model_config().hf_text_config.to_dict(),
-                ),
-            ),
-        ),
-    ),
-)
-
 
 READS = CacheKind(
     f"prefill with {READ_FLAG}, full attention in all layers",
@@ -278,7 +219,6 @@ READS = CacheKind(
             (
                 _switch("--disable-radix-cache"),
                 _switch("--enable-hierarchical-cache"),
-                _switch(PEGAFLOW_FLAG),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
                 DIFFUSION,
@@ -292,6 +232,21 @@ READS = CacheKind(
         ),
     ),
 )
+
+
+#: All there are, in the order of the documentation.
+KINDS = [DECODE, LINEAR, WINDOWS, READS]
+
+
+def replace(kind: CacheKind, name: str, *rules: Rule) -> None:
+    """Put ``rules`` in the place of the one called ``name``: an extra does so when it is imported."""
+    found = [rule.name for refused in kind.refused for rule in refused.rules]
+    if name not in found:
+        raise ValueError(f"{kind.workers}: nothing called {name!r} is refused")
+    kind.refused = tuple(
+        Refused(error, tuple(new for rule in old for new in (rules if rule.name == name else (rule,))))
+        for error, old in kind.refused
+    )
 
 
 def check(kind: CacheKind, args: ServerArgs) -> None:
@@ -351,17 +306,19 @@ def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> No
         )
 
 
+class _Anyone:
+    """Options for the names of rules where nobody's are meant."""
+
+    disaggregation_mode = "another"
+
+    def __getattr__(self, name: str) -> str:
+        return "NAME"
+
+
 def markdown() -> str:
     """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
-    anyone = SimpleNamespace(
-        speculative_algorithm="NAME",
-        hicache_storage_backend="NAME",
-        disaggregation_mode="another",
-        moe_a2a_backend="NAME",
-        deepep_mode="NAME",
-    )
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
-    for kind in (DECODE, LINEAR, WINDOWS, PEGAFLOW, READS):
-        names = [rule.name.format(args=anyone) for refused in kind.refused for rule in refused.rules]
+    for kind in KINDS:
+        names = [rule.name.format(args=_Anyone()) for refused in kind.refused for rule in refused.rules]
         lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
     return "\n".join(lines)

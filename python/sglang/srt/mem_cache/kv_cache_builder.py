@@ -12,14 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, CacheKind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.storage import add_storage
-from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
-from sglang.srt.mem_cache.host_tier.tier import add_host_tier
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 
@@ -53,13 +48,11 @@ def build(
     runner: Any,
     window_size: Callable[[], int],
     draft: Callable[[], Any],
-    forward_stream: Callable[[], Any] = lambda: None,
 ) -> DecodeRadixCache:
     """The decode tree for the pools of the tree that the engine has built.
 
     window_size: tokens, of a model with sliding windows. draft: the model runner of the draft, if there is one.
-    forward_stream: of the steps of the model, None on a CPU host. Raises ValueError for a model, or a draft, that is
-    not verified.
+    Raises ValueError for a model, or a draft, that is not verified.
     """
     if type(engines) is not RadixCache:
         raise ValueError(
@@ -78,12 +71,4 @@ def build(
     drafts = draft()
     if drafts is not None:
         cache_support.check_draft(args, runner.model_config, drafts.model_config)
-    if not args.enable_hierarchical_cache:
-        return DecodeRadixCache.take_over(engines)
-    tree = HostTierRadixCache.take_over(engines)
-    stored = args.hicache_storage_backend is not None
-    draft_pool = None if drafts is None else drafts.token_to_kv_pool
-    add_host_tier(tree, args, forward_stream, draft_pool, StoredHostTree if stored else HostTree)
-    if stored:
-        add_storage(tree, args, get_attention_tp_rank(), get_attention_tp_size())
-    return tree
+    return DecodeRadixCache.take_over(engines)

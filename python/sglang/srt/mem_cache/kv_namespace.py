@@ -1,4 +1,4 @@
-"""The name under which a worker's KV is kept outside of it: in a PegaFlow server, in a storage, in a peer's memory.
+"""The name under which a worker's KV is known outside of it.
 
 Workers with the same name read each other's KV. Nothing here looks at weights: which ones are the same is what the
 operator says, with `--kv-namespace`, or else the model's path and revision and `--weight-version`. An online update of
@@ -13,14 +13,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["kv_namespace", "model_namespace", "rank_namespace"]
+__all__ = ["kv_namespace"]
 
 # Options by which the KV of the same tokens differs with the same weights.
 _OPTIONS = (
@@ -44,22 +43,3 @@ def kv_namespace(args: ServerArgs, *more: object) -> str:
     # What a reader knows it by; the digest tells apart.
     to_read = re.sub(r"[^A-Za-z0-9._-]+", "-", args.kv_namespace or PurePosixPath(path).name).strip("-.")[:64]
     return f"{to_read or 'model'}-{digest}"
-
-
-def rank_namespace(name: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:
-    """The name of one TP rank: its part of the heads or, with ``tp_rank`` None (MLA), what all ranks have alike.
-
-    made_of: what a page is made of: its size, and of each buffer layer, heads, dimension and number format.
-    """
-    shape = hashlib.sha256(repr(list(made_of)).encode()).hexdigest()[:16]
-    return f"{name}-{shape}-tp{'all' if tp_rank is None else tp_rank}of{tp_size}"
-
-
-def model_namespace(args: ServerArgs) -> str:
-    """`kv_namespace` of the model and its draft, whose KV lies behind the model's in each page."""
-    draft = None
-    if args.speculative_algorithm is not None:
-        draft = [args.speculative_algorithm, args.speculative_draft_model_quantization]
-        if not args.kv_namespace:
-            draft += [args.speculative_draft_model_path, args.speculative_draft_model_revision]
-    return kv_namespace(args, draft)

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.tier import Tier
 
 __all__ = ["audit_tree", "audit_unheld_pages"]
 
@@ -67,8 +68,8 @@ def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]
     return wrong + _audit_free_pages(tree.pool, slots)
 
 
-def audit_unheld_pages(tree: DecodeRadixCache, unreturned: int) -> list[str]:
-    """How pages contradict that no request holds any: each is then free or in the tree, but for ``unreturned`` tokens.
+def audit_unheld_pages(tree: DecodeRadixCache, tier: Tier) -> list[str]:
+    """How pages contradict that no request holds any: each is then free or in the tree, but for what ``tier`` has.
 
     Nothing of an allocator that is not known.
     """
@@ -76,10 +77,10 @@ def audit_unheld_pages(tree: DecodeRadixCache, unreturned: int) -> list[str]:
     if counted is None:
         return []
     free, held = counted
-    lost = int(((free + held)[1:] == 0).sum()) - unreturned // tree.page_size
+    lost = int(((free + held)[1:] == 0).sum()) - tier.unreturned_tokens // tree.page_size
     if lost > 0:
         return [f"{lost} pages of KV are neither free nor in the tree"]
-    return [f"{-lost} pages of KV are free or in the tree that a PegaFlow server has not returned"] if lost else []
+    return [f"{-lost} pages of KV are free or in the tree that {tier.name} has not returned"] if lost else []
 
 
 def _audit_free_pages(pool: Any, slots: torch.Tensor) -> list[str]:

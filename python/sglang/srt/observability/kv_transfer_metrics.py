@@ -52,7 +52,7 @@ class KvTransferCounters:
         return cls._made[key]
 
     def __init__(self, model_name: str, engine_type: str, enabled: bool, dp_rank: int | None = None, answers=True):
-        self.enabled, self._counts_requests, self._host_loaded = enabled, enabled and answers, 0
+        self.enabled, self._counts_requests = enabled, enabled and answers
         if not enabled:
             return
         # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
@@ -100,7 +100,6 @@ class KvTransferCounters:
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
             self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
-            self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -166,12 +165,6 @@ class KvTransferCounters:
     def overtaken(self, num_requests: int) -> None:
         if self._counts_requests:
             self._overtaken.inc(num_requests)
-
-    def host_loaded(self, tokens: int) -> None:
-        """What has come from host memory since the start."""
-        if self._counts_requests:
-            self._loaded.inc(tokens - self._host_loaded)
-            self._host_loaded = tokens
 
     def tree(self, evictable: int, protected: int) -> None:
         if self.enabled:

@@ -9,12 +9,11 @@ import argparse
 import dataclasses
 
 from sglang.srt import server_args as engine
+from sglang.srt.disaggregation.local_support import LOCAL, OPTION, may_compute_prompts
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG
 
 __all__ = ["ServerArgs"]
-
-OPTION = "--disaggregation-decode-local-prefill"
 
 
 @dataclasses.dataclass
@@ -44,9 +43,8 @@ class ServerArgs(engine.ServerArgs):
 
     def _check_decode_radix_cache(self) -> None:
         """Adds what the option takes, and settles its default."""
-        # Not at the top: they need the engine's modules, which need this one.
+        # Not at the top: it needs the engine's modules, which need this one.
         from sglang.srt.disaggregation.local_policy import Policy
-        from sglang.srt.disaggregation.local_support import LOCAL, may_compute_prompts
 
         given = self.disaggregation_decode_local_prefill
         if Policy.of("auto" if given is None else given) is None:

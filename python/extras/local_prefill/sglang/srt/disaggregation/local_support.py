@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.cache_support import FLAG, CacheKind, Refused, Rule
+from sglang.srt.mem_cache.cache_support import FLAG, KINDS, CacheKind, Refused, Rule
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -62,3 +62,4 @@ LOCAL = CacheKind(
         ),
     ),
 )
+KINDS.append(LOCAL)

@@ -60,7 +60,7 @@ class RequestAdmission:
             item,
             self.model.vocab_size,
             disaggregated,
-            keyed=disaggregated or getattr(args, "enable_pegaflow", False),
+            keyed=disaggregated or args.keyed,
         )
         if not self.has_tokenizer:
             check_without_tokenizer(item.sampling_params, self.mode != DisaggregationMode.PREFILL)

@@ -1,0 +1,33 @@
+"""What a worker counts of host memory.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+
+__all__ = ["HostCounters"]
+
+
+class HostCounters:
+    """Of one rank. counters: the others of its process."""
+
+    def __init__(self, counters: KvTransferCounters):
+        self._counts, self._before = counters.counts_requests, 0
+        if labels := counters.labels:
+            from prometheus_client import Counter
+
+            def counter(name: str, text: str):
+                return Counter(f"sglang:{name}", text, list(labels)).labels(**labels)
+
+            self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
+
+    def loaded(self, tokens: int) -> None:
+        """What has come from there since the start."""
+        if self._counts:
+            self._loaded.inc(tokens - self._before)
+            self._before = tokens

@@ -1,0 +1,49 @@
+"""What is refused with host memory below decode's tree, as rows of `cache_support.py` from when this is imported.
+
+Upstream: none: it names what has been verified here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, Refused, Rule, replace, switch
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["STORAGES"]
+
+OPTION = "--enable-hierarchical-cache"
+# The engine's storage backends that may be below a host tier.
+STORAGES = ("file", "mooncake")
+
+
+def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
+    """What is refused with KV in host memory."""
+    return Rule(f"{OPTION} with {name}", lambda args: args.enable_hierarchical_cache and used(args))
+
+
+replace(
+    DECODE,
+    OPTION,
+    # Why not the others: docs/decisions/host-storage.md.
+    _host_tier(
+        f"--hicache-storage-backend {{args.hicache_storage_backend}} ({', '.join(STORAGES)} are)",
+        lambda args: args.hicache_storage_backend not in (None, *STORAGES),
+    ),
+    _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
+)
+LINEAR.refused += (
+    Refused(
+        f"{FLAG} is not verified for a model with linear attention together with {{name}}. Leave one of them out.",
+        (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
+    ),
+)
+replace(
+    WINDOWS,
+    OPTION,
+    switch(OPTION),
+    _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
+)

@@ -1,0 +1,106 @@
+"""The tree of a decode worker whose KV is kept in host memory too, and the tree over host memory.
+
+They are of one class, so that host memory too knows what queued requests match, evicts that last, and splits a leaf
+where only a part of it has to go. What the device's tree evicts stays in the other one.
+
+Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, path_to
+from sglang.srt.mem_cache.node_saves import SavingTree
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.host_tier.tier import HostTier
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+__all__ = ["HostTierRadixCache", "HostTree", "host_tree", "is_in", "path_to"]
+
+
+def is_in(tree: DecodeRadixCache, node: TreeNode) -> bool:
+    """Whether a node, not the root, is still where its parent has it."""
+    return node.parent.children.get(tree.get_child_key_fn(node.key)) is node
+
+
+class HostTree(DecodeRadixCache):
+    """The tree over host memory.
+
+    Its KV events are told with those of the device's tree, in their order, and name host memory as their medium.
+    """
+
+    # Of the device's tree.
+    events: Callable[[], list[Any]] = list
+
+    def raise_priority(self, node: TreeNode, priority: int) -> None:
+        """What ends with ``node`` is of this priority at least. No node's is above that of the one that it follows."""
+        while node is not self.root_node and node.priority < priority:
+            node.priority = priority
+            node = node.parent
+
+    def count_use(self, node: TreeNode) -> None:
+        """A request uses what ends with ``node``: a policy by use hears of it also where nothing is inserted."""
+        for used in path_to(self, node):
+            self._inc_hit_count(used)
+
+    def _record_store_event(self, node: TreeNode) -> None:
+        super()._record_store_event(node)
+        self._tell_events()
+
+    def _record_remove_event(self, node: TreeNode) -> None:
+        super()._record_remove_event(node)
+        self._tell_events()
+
+    def _record_all_cleared_event(self) -> None:
+        """It is cleared with the device's tree, whose event is of both."""
+
+    def _tell_events(self) -> None:
+        events = self.take_events()
+        for event in events:
+            assert isinstance(event, (BlockStored, BlockRemoved))
+            event.medium = MEDIUM_CPU
+        self.events().extend(events)
+
+
+def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree) -> HostTree:
+    """A tree of this kind over ``size`` slots in host memory, from the second page on; for what ``tree`` has held."""
+    page, dtype = tree.page_size, tree.pool.dtype
+    if page == 1:
+        slots: Any = TokenToKVPoolAllocator(size, dtype, "cpu", None, need_sort=False)
+    else:
+        slots = PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", None, need_sort=False)
+    host = kind(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=slots,
+            page_size=page,
+            is_eagle=tree.is_eagle,
+            eviction_policy=tree.eviction_policy,
+            enable_kv_cache_events=tree.enable_kv_cache_events,
+        )
+    )
+    host.events = lambda: tree.kv_event_queue
+    # A watermark is for what prefill writes in long runs.
+    host.watermark = 0
+    return host
+
+
+class HostTierRadixCache(SavingTree, DecodeRadixCache):
+    """The decode tree of a worker with a host tier."""
+
+    def attach(self, tier: HostTier) -> None:
+        """Begin to save; the tree must be empty."""
+        self.tier, self.saves = tier, tier.saves
+
+    def reset(self) -> None:
+        """Resets both trees, when copies have ended."""
+        if self.saves is not None:
+            self.tier.on_reset()
+        super().reset()

@@ -1,0 +1,64 @@
+"""The options of PegaFlow.
+
+Upstream: none: sgl-project/sglang#17221 was closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from sglang.srt import server_args as engine
+from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.pegaflow.support import PEGAFLOW_FLAG
+
+__all__ = ["ServerArgs"]
+
+DEFAULT_ENDPOINT = "127.0.0.1:50055"
+
+
+@dataclasses.dataclass
+class ServerArgs(engine.ServerArgs):
+    """Server arguments with those of PegaFlow."""
+
+    enable_pegaflow: bool = False
+    pegaflow_endpoint: str = DEFAULT_ENDPOINT
+    pegaflow_allow_non_loopback: bool = False
+
+    @property
+    def keyed(self) -> bool:  # type: ignore[override]
+        return self.enable_pegaflow
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds them to the engine's options."""
+        engine.ServerArgs.add_cli_args(parser)
+        parser.add_argument(
+            "--enable-pegaflow",
+            action="store_true",
+            help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
+        )
+        parser.add_argument(
+            "--pegaflow-endpoint",
+            default=DEFAULT_ENDPOINT,
+            metavar="HOST:PORT",
+            help=f"Where that server listens. Default: {DEFAULT_ENDPOINT}.",
+        )
+        parser.add_argument(
+            "--pegaflow-allow-non-loopback",
+            action="store_true",
+            help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
+        )
+
+    def check_server_args(self) -> None:
+        """Checks the server, with all defaults settled, and that the cache is still on."""
+        super().check_server_args()
+        if not self.enable_pegaflow:
+            return
+        # Decode without the flag has none anyway, which is refused below.
+        if self.disaggregation_mode != "decode":
+            cache_support.check_not_turned_off(PEGAFLOW_FLAG, self)
+        # Not at the top: it needs the engine's modules, which need this one.
+        from sglang.srt.mem_cache.pegaflow import checks
+
+        checks.check(self)
