@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 
 from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG, READ_FLAG
+from sglang.srt.mem_cache.cache_support import FLAG
 from sglang.srt.mem_cache.free_watermark import watermark_part
 
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ DELTA_BACKENDS = ("nixl", "mooncake")
 # request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
 # (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
 KEEP_ALIVE_S = 4000
+# Without what heeds it a worker would run open to everybody who reaches its ports.
+SECRET = "SGLANG_DISAGGREGATION_SECRET_FILE"
 
 
 class _SecondName(argparse._StoreTrueAction):
@@ -45,8 +49,6 @@ def _check_flag_is_there(args: ServerArgs) -> None:
         raise ValueError(f"--disaggregation-decode-admission needs {FLAG}. Give both to the decode worker.")
     if args.disaggregation_decode_max_overtaken != DEFAULT_MAX_OVERTAKEN:
         raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_verify_pages:
-        raise ValueError(f"--disaggregation-decode-verify-pages needs {FLAG}. Give both to the decode worker.")
 
 
 @dataclasses.dataclass
@@ -56,8 +58,6 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
-    disaggregation_decode_verify_pages: bool = False
-    disaggregation_prefill_read_decode: int | None = None
     kv_namespace: str = ""
     # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
     keyed = False
@@ -99,19 +99,6 @@ class ServerArgs(engine.ServerArgs):
             "earlier; then it goes first. 0: none.",
         )
         parser.add_argument(
-            "--disaggregation-decode-verify-pages",
-            action="store_true",
-            help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
-            "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
-        )
-        parser.add_argument(
-            READ_FLAG,
-            type=int,
-            metavar="N",
-            help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
-            "place of computing it, where that is N tokens or more.",
-        )
-        parser.add_argument(
             "--kv-namespace",
             default="",
             metavar="NAME",
@@ -132,11 +119,6 @@ class ServerArgs(engine.ServerArgs):
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
-        if self.disaggregation_prefill_read_decode is not None:
-            if self.disaggregation_prefill_read_decode < 1:
-                raise ValueError(f"{READ_FLAG} is {self.disaggregation_prefill_read_decode}: give 1 token or more.")
-            cache_support.check_not_turned_off(READ_FLAG, self)
-            cache_support.check(cache_support.READS, self)
         if not self.disaggregation_decode_enable_radix_cache:
             _check_flag_is_there(self)
             super()._handle_pd_disaggregation()
@@ -190,7 +172,7 @@ class ServerArgs(engine.ServerArgs):
         cache_support.check(cache_support.DECODE, self)
 
     def check_server_args(self) -> None:
-        """Checks pages, the secret and Mooncake, with all defaults settled.
+        """Checks pages and Mooncake, with all defaults settled.
 
         Checks that the cache is still on.
         """
@@ -198,16 +180,15 @@ class ServerArgs(engine.ServerArgs):
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
         if self.disaggregation_mode != "null":
-            from sglang.srt.disaggregation.common.authentication import secret
             from sglang.srt.observability import request_life
 
-            secret()
+            if os.environ.get(SECRET, "").strip() and "authentication" not in loader.status()["extras"]:
+                raise ValueError(
+                    f"{SECRET} is set, and messages would not be signed: the extra authentication is not loaded. "
+                    f"Name it in {loader.EXTRAS}, or start without the secret."
+                )
             request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
-        for option, given in (
-            (FLAG, self.disaggregation_decode_enable_radix_cache),
-            (READ_FLAG, self.disaggregation_prefill_read_decode is not None),
-        ):
-            if given:
-                cache_support.check_not_turned_off(option, self)
+        if self.disaggregation_decode_enable_radix_cache:
+            cache_support.check_not_turned_off(FLAG, self)

@@ -43,9 +43,6 @@ class Receiver:
     require_staging = False
     metadata_room = None
     fenced = False
-    # Pages of its prefix that prefill may read, and the weights that they were computed with.
-    offered: Any = None
-    offered_weights = 0
 
     def __init__(self, world: World, req: Req, peer_takes_prefix: bool = True, prefill: str = "10.0.0.1:1"):
         self.world, self.req = world, req
@@ -71,8 +68,6 @@ class Receiver:
         self.asked = True
         self.prefix_len = decode_prefix_len or 0
         self.page_indices = page_indices.tolist()
-        if self.offered is not None:
-            self.world.begin_offer(self)
         self.aux_index = aux_index
         self.state_indices = None if state_indices is None else [int(slot) for slot in state_indices]
         # On a full hit as well.
@@ -99,10 +94,8 @@ class Receiver:
     @property
     def kv_mgr(self) -> SimpleNamespace:
         # All drop what decode computes.
-        can = SimpleNamespace(drops=True, reads=self.world.reads)
-        prefills = SimpleNamespace(of=lambda addr: can, drops=lambda addr: can.drops)
-        info = SimpleNamespace(attn_tp_size=self.world.prefill_tp)
-        return SimpleNamespace(prefills=prefills, attn_tp_size=1, prefill_info_table={self.bootstrap_addr: info})
+        can = SimpleNamespace(drops=True)
+        return SimpleNamespace(prefills=SimpleNamespace(of=lambda addr: can, drops=lambda addr: can.drops))
 
     @property
     def conclude_state(self) -> KVPoll | None:
@@ -134,9 +127,7 @@ class World(DecodeWorker):
     host: what makes a tree with a tier, and checks it; see `host_world.HostSizes`.
     """
 
-    # Tokens that prefills lack when they read them, 0 for none, and the TP size of these.
-    reads = 0
-    prefill_tp = 1
+    receiver: type[Receiver] = Receiver
 
     def __init__(
         self,
@@ -186,9 +177,6 @@ class World(DecodeWorker):
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
         self.weights = 1
         self.weights_of: dict[str, int] = {}
-        # How often prefills were offered something to read, and what was wrong with it.
-        self.offers = 0
-        self.wrong_offers: set[str] = set()
 
     def _hosted(self, sizes: Any, params: CacheInitParams) -> DecodeRadixCache:
         """A tree with a tier; see `host_world.HostSizes`."""
@@ -223,34 +211,10 @@ class World(DecodeWorker):
             disagg_mode=DisaggregationMode.DECODE,
             priority=priority,
         )
-        decode_req = DecodeRequest(req, Receiver(self, req, peer_takes_prefix and not warmup, prefill))
+        decode_req = DecodeRequest(req, self.receiver(self, req, peer_takes_prefix and not warmup, prefill))
         self.queue.queue.append(decode_req)
         self.queue.rooms[n] = decode_req
         return decode_req
-
-    def begin_offer(self, receiver: Receiver) -> None:
-        """Prefill may read from now on. `check` tells what is wrong: an error here would fail the request alone."""
-        self.offers += 1
-        receiver.offered_weights = self.weights
-        offered = receiver.offered.tolist()
-        if not len(offered) * self.page_size == receiver.prefix_len >= self.reads > 0:
-            self.wrong_offers.add("not the pages of a prefix that is long enough")
-        if {slot // self.page_size for slot in self.still_written()} & {*offered}:
-            self.wrong_offers.add("a page that a step in flight writes to")
-
-    def still_written(self) -> set[int]:
-        """Slots that a step in flight writes to."""
-        return set()
-
-    def check_offers(self) -> None:
-        """What prefills may read is the KV of their prompts, for as long as their requests are here."""
-        assert not self.wrong_offers, self.wrong_offers
-        for decode_req in self.transfer.queue + self.transfer.quarantine:
-            receiver = decode_req.kv_receiver
-            if getattr(receiver, "offered", None) is not None and receiver.asked:
-                page, tokens = self.page_size, receiver.req.origin_input_ids
-                slots = [index * page + offset for index in receiver.offered.tolist() for offset in range(page)]
-                self._check_kv(slots, tokens[: receiver.prefix_len], receiver.offered_weights)
 
     def handshake(self, decode_req: DecodeRequest) -> None:
         decode_req.kv_receiver.state = KVPoll.WaitingForInput
@@ -424,7 +388,6 @@ class World(DecodeWorker):
     # ---- invariants ----
 
     def check(self) -> None:
-        self.check_offers()
         moving = self.transfer.queue + self.transfer.quarantine
         local = self.elsewhere()
         # But for those that an error has kept from getting anything.

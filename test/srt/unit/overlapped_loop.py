@@ -134,7 +134,8 @@ class LoopScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def process_input_requests(self, recv_reqs: list) -> None:
-        self.update_if_idle()
+        if hasattr(self, "update_if_idle"):
+            self.update_if_idle()
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         if any(not req.output_ids and not req.finished() and req is not skip_req for req in reqs):
@@ -263,9 +264,6 @@ class Loop(World):
     @property
     def running(self) -> list[Req]:
         return [req for req in self.scheduler.running_batch.reqs if not req.finished()]
-
-    def still_written(self) -> set[int]:
-        return {slot for slot, _ in self.in_flight.written} if self.in_flight else set()
 
     def ask_for_update(self) -> UpdateWeightFromDiskReqInput:
         """As the tokenizer manager, which does not know of requests whose clients have left."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
 import torch
@@ -21,8 +20,6 @@ import zmq
 from decode_worker import make_allocator
 from sglang.srt.disaggregation import decode_agreement, utils
 from sglang.srt.disaggregation import prefill as queues
-from sglang.srt.disaggregation.decode_reads import make_reads
-from sglang.srt.disaggregation.kv_weights import KvWeights
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
@@ -92,7 +89,6 @@ class Queue(queues.PrefillBootstrapQueue):
         self.max_total_num_tokens, self.transfer_backend = POOL, TransferBackend.NIXL
         self.token_to_kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self.req_to_metadata_buffer_idx_allocator = scheduler.req_to_metadata_buffer_idx_allocator
-        self.reads = make_reads(scheduler, manager)
 
 
 class PrefillScheduler(Scheduler):
@@ -236,13 +232,9 @@ class Args(SimpleNamespace):
 class PrefillLoop:
     """A prefill worker. ``before`` is called by each rank between its steps, ``during`` while one is computed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, overlap: bool = True, reads: int | None = None):
-        """reads: tokens, of which so many or more are read from decode."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, overlap: bool = True):
         self.overlap, self.ranks, self.wire = overlap, Ranks(ranks), nixl_wire.World(monkeypatch, ranks, ranks)
-        for rank in (*self.wire.prefill, *self.wire.decode):
-            rank.manager.kv_weights = KvWeights("model")
         self.server_args = Args(page_size=PAGE, pp_max_micro_batch_size=MAX_REQS, disaggregation_mode="prefill")
-        self.server_args.disaggregation_prefill_read_decode = reads
         self.server_args.enable_mamba_extra_buffer, self.server_args.attention_backend = lambda: False, "torch_native"
         set_global_server_args_for_scheduler(cast(Any, self.server_args))
         for name in ("alloc_extend_kernel", "alloc_decode_kernel"):
@@ -264,17 +256,15 @@ class PrefillLoop:
         room: int,
         asked: bool = True,
         held: int = 0,
-        first_page: int = 200,
         token: int | None = None,
         salt: str | None = None,
     ) -> list[Req]:
         """A request, for which decode has asked; the same on all ranks, and different in all its tokens from others.
 
-        asked: if not, decode asks when the test calls `ask`. held: tokens that decode has, in pages from first_page on,
-        and offers to be read. token: of which its prompt consists. salt: its KV is for requests of the same one only.
+        asked: if not, decode asks when the test calls `ask`. held: tokens that decode has. token: of which its prompt
+        consists. salt: its KV is for requests of the same one only.
         """
         wire = self.wire.request(room, prompt_len, held)
-        wire.offered = np.arange(first_page, first_page + held // PAGE, dtype=np.int32) if held else None
         reqs = []
         for scheduler in self.schedulers:
             tokens = [room % VOCABULARY if token is None else token] * prompt_len
@@ -302,12 +292,14 @@ class PrefillLoop:
 
     def ask(self, wire: nixl_wire.Request) -> None:
         wire.start_decode()
-        for receiver in wire.receivers:
-            receiver.offered = wire.offered
+        self.asking(wire)
         wire.ask()
         ready = queues.KVPoll.WaitingForInput, queues.KVPoll.Transferring
         for sender in wire.senders:
             nixl_wire.until(lambda sender=sender: sender.poll() in ready, "decode's request is there", sender.poll)
+
+    def asking(self, wire: nixl_wire.Request) -> None:
+        """Decode is about to ask for it."""
 
     def run(self, steps: int) -> None:
         """The loops of all ranks for ``steps`` turns."""

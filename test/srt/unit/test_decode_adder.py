@@ -114,8 +114,8 @@ def test_one_whose_pages_cannot_be_found_costs_nobody_else_its_answer(monkeypatc
     world = World(size=512, page_size=4, max_reqs=16)
     requests = queue(world, *(tokens(n, 16) for n in range(1, 6)))
     deltas, wrong = world.queue.admission.deltas, requests[2]
-    offers = deltas._offers
-    monkeypatch.setattr(deltas, "_offers", lambda decode_req: 1 / (decode_req is not wrong) and offers(decode_req))
+    targets = deltas._targets
+    monkeypatch.setattr(deltas, "_targets", lambda decode_req: 1 / (decode_req is not wrong) and targets(decode_req))
     for _ in range(3):
         world.step()
     assert [aborted(decode_req.req) for decode_req in requests] == [False, False, True, False, False]

@@ -378,7 +378,6 @@ def refuse(tree: type | None = None, **options) -> Scheduler:
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"disaggregation_decode_verify_pages": True}, "--disaggregation-decode-verify-pages"),
     ],
 )
 def test_what_is_not_verified_with_windows_is_refused(monkeypatch, options, named):

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from decode_world import DecodeWorker
-from sglang.srt.disaggregation.decode_reads import make_reads
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support, kv_cache_builder
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import prepare_server_args
 
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -34,6 +34,17 @@ def test_decode_keeps_its_radix_cache_with_the_flag(parse, name):
     args.check_server_args()
     assert args.disaggregation_decode_enable_radix_cache
     assert not args.disable_radix_cache
+
+
+def test_a_worker_does_not_start_with_a_secret_that_nothing_heeds(parse, monkeypatch):
+    monkeypatch.setattr(loader._state, "extras", [])
+    args = parse(*DECODE)
+    for nothing in ("", " "):
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET_FILE", nothing)
+        args.check_server_args()
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET_FILE", "/etc/secret")
+    with pytest.raises(ValueError, match="SGLANG_DISAGGREGATION_SECRET_FILE is set, and messages would not be signed"):
+        args.check_server_args()
 
 
 @pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])
@@ -180,12 +191,6 @@ def test_a_draft_in_a_hybrid_model(parse_hybrid):
         args._check_decode_radix_cache()
 
 
-def test_pages_are_verified_only_where_there_is_a_radix_cache(parse):
-    assert parse(*DECODE, FLAG, "--disaggregation-decode-verify-pages").disaggregation_decode_verify_pages
-    with pytest.raises(ValueError, match=f"needs {FLAG}"):
-        parse(*DECODE, "--disaggregation-decode-verify-pages")
-
-
 @pytest.mark.parametrize(
     "given", [("--disaggregation-decode-admission", "fcfs"), ("--disaggregation-decode-max-overtaken", "5")]
 )
@@ -198,36 +203,15 @@ def test_the_order_of_admission_is_of_a_worker_with_a_radix_cache(parse, given):
     parse(*PREFILL, "--disaggregation-decode-admission", "prefix", "--disaggregation-decode-max-overtaken", "32")
 
 
-READ = "--disaggregation-prefill-read-decode"
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ([*DECODE, FLAG], "is for prefill workers, but --disaggregation-mode is decode"),
-        ([], "is for prefill workers, but --disaggregation-mode is null"),
-        ([*PREFILL[:3], "mooncake"], "which is nixl, and --disaggregation-transfer-backend is mooncake"),
-        ([*PREFILL, "--disable-radix-cache"], "not verified together with --disable-radix-cache"),
-        ([*PREFILL, "--enable-hierarchical-cache"], "not verified together with --enable-hierarchical-cache"),
-        ([*PREFILL, "--pipeline-parallel-size", "2"], "not verified together with --pipeline-parallel-size above 1"),
-        ([*PREFILL, "--dllm-algorithm", "LowConfidence"], "not verified together with --dllm-algorithm"),
-    ],
-)
-def test_prefill_reads_from_decode_where_that_is_verified(parse, options, why):
-    assert parse(*PREFILL).disaggregation_prefill_read_decode is None
-    assert parse(*PREFILL, READ, "64").disaggregation_prefill_read_decode == 64
-    with pytest.raises(ValueError, match=why):
-        parse(*options, READ, "64")
-    for wrong in ("0", "-3"):
-        with pytest.raises(ValueError, match="give 1 token or more"):
-            parse(*PREFILL, READ, wrong)
+def test_what_turns_the_radix_cache_off_is_told(parse, tmp_path):
+    assert_told_what_turns_the_cache_off(parse, tmp_path, FLAG, *DECODE, FLAG)
 
 
-@pytest.mark.parametrize("options", [[*DECODE, FLAG], [*PREFILL, READ, "64"]], ids=["flag", "reads"])
-def test_what_turns_the_radix_cache_off_is_told(parse, tmp_path, options):
+def assert_told_what_turns_the_cache_off(parse, tmp_path, option, *options):
     """The engine does so by itself for some models and attention backends, and with deterministic inference."""
-    option = next(one for one in options if one in (FLAG, READ))
     model = shutil.copytree(parse().model_path, tmp_path / "dual")
     config = json.loads((model / "config.json").read_text())
     chunks = {"chunk_size": 1024, "local_size": 128, "original_max_position_embeddings": 2048}
@@ -252,11 +236,9 @@ def test_a_tree_that_keeps_nothing_is_refused():
     engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
     engines.disable = True
     runner: Any = SimpleNamespace(token_to_kv_pool=None)
-    args: Any = SimpleNamespace(enable_hierarchical_cache=False, disaggregation_prefill_read_decode=64)
+    args: Any = SimpleNamespace(enable_hierarchical_cache=False)
     with pytest.raises(ValueError, match=f"{FLAG} needs the radix cache, .* Transformers backend"):
         kv_cache_builder.build(cache_support.DECODE, engines, args, runner, lambda: 0, lambda: None)
-    with pytest.raises(ValueError, match=f"{READ} needs the radix cache, .* Transformers backend"):
-        make_reads(SimpleNamespace(server_args=args, tree_cache=engines), SimpleNamespace(has_state=False))
 
 
 @pytest.mark.parametrize("name", [FLAG, "--disaggregation-enable-decode-radix-cache"])

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,18 +32,15 @@ from sglang.srt.disaggregation.nixl.conn import (
     NixlKVSender,
     TransferStatus,
 )
-from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from waiting import until
 from wire_ends import Ends, first_pages, keep_threads_out
 
 BARE_RECEIVER = conn.__pd_radix__["originals"]["NixlKVReceiver"]
 ADDR = "10.0.0.9:8998"
-DIGESTS = Capabilities(version=1, digests=True)
 PAGE, ITEM, STATE_ITEM = 4, 64, 96
 GOOD, BAD = 101, 102
 
@@ -287,7 +283,6 @@ class Request(Ends):
         self.world, self.room, self.prompt_len, self.prefix_len = world, room, prompt_len, prefix_len
         self.num_pages = pages(prompt_len, PAGE)
         self.first_page = (prefix_len or 0) // PAGE
-        self.offered: np.ndarray | None = None
         self.senders: list[NixlKVSender] = []
         self.receivers: list[NixlKVReceiver] = []
 
@@ -397,7 +392,6 @@ def bare(dummy: bool = False) -> NixlKVReceiver:
         kv_args=SimpleNamespace(
             kv_data_ptrs=[1, 2], aux_data_ptrs=[3], state_data_ptrs=[], gpu_id=0, engine_rank=1, kv_item_lens=[64]
         ),
-        page_digests=None,
         prefills=SimpleNamespace(of=lambda addr: Capabilities(version=1)),
         update_transfer_status=lambda: None,
     )
@@ -428,18 +422,6 @@ def test_flag_on_the_message_is_the_engines_with_two_frames_more(dummy, states, 
     assert len(ours[0]) == 11
 
 
-def test_with_digests_the_message_has_one_frame_more():
-    receiver, pages_asked = bare(), np.array([7], np.int32)
-    plain = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
-    receiver.kv_mgr.page_digests, receiver.kv_mgr.prefills = object(), SimpleNamespace(of=lambda addr: DIGESTS)
-    receiver.bootstrap_addr = ADDR
-    ours = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
-    assert ours == [[*frames, b"digest"] for frames in plain]
-    none = np.array([], np.int32)
-    full_hit = sent_frames(receiver, lambda: receiver.send_metadata(none, 3, None, decode_prefix_len=128))
-    assert len(full_hit[0]) == 11, "of nothing there is no digest"
-
-
 def test_the_registration_is_the_engines_byte_for_byte():
     receiver = bare()
     engines = sent_frames(receiver, lambda: BARE_RECEIVER._register_kv_args(receiver))
@@ -451,58 +433,6 @@ def test_a_prefill_without_the_patch_gets_the_engines_message(world):
     world.decode[0].manager.prefills.capabilities.clear()
     receiver = NixlKVReceiver(world.decode[0].manager, ADDR, BAD)
     assert not receiver.peer_takes_prefix
-
-
-# ---- digests of pages ----
-
-
-def with_digests(world: World) -> World:
-    """Pools whose heads are those of the whole on every rank; decode's page 32 + n holds what prefill's page n does."""
-    heads = torch.randint(-128, 127, (32 * PAGE, 8, 4), dtype=torch.int8)
-    for rank in (*world.prefill, *world.decode):
-        mine = slice(rank.rank * 8 // rank.tp, (rank.rank + 1) * 8 // rank.tp)
-        pool = object.__new__(MHATokenToKVPool)
-        pool.page_size, pool.start_layer = PAGE, rank.layers.start
-        pool.k_buffer, pool.v_buffer = ([heads[:, mine].repeat(2, 1, 1) for _ in rank.layers] for _ in "kv")
-        num_layers = rank.manager.num_layers if rank.manager.pp_size > 1 else None
-        rank.manager.page_digests = PageDigests.of_rank(pool, rank.rank, rank.tp, 8, num_layers)
-        rank.manager.prefills.capabilities[ADDR] = DIGESTS
-    return world
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
-def test_success_waits_for_the_digests_and_for_pages_that_agree(monkeypatch, prefill_tp, decode_tp):
-    world = with_digests(World(monkeypatch, prefill_tp, decode_tp))
-    good, bad = world.request(GOOD).bootstrap(), world.request(BAD).bootstrap()
-    sent = world.prefill[0].agent.send_notif
-    late: list = []
-    world.prefill[0].agent.send_notif = lambda *notif: late.append(notif)
-    good.send(4)
-    good.wait_senders(KVPoll.Success)
-    assert good.receivers[0].poll() not in (KVPoll.Success, KVPoll.Failed), "not without its digest"
-    assert late and all(text.startswith(b"%d_digest_0:" % GOOD) for _, text in late)
-    for notif in late:
-        sent(*notif)
-    good.wait_receivers(KVPoll.Success)
-    world.prefill[0].agent.send_notif = sent
-    bad.send(3, 5)
-    last = world.decode[-1].manager.page_digests
-    last._layers[-1][1][(32 + 4) * PAGE, 1, 0] += 1
-    bad.wait_senders(KVPoll.Success)
-    until(lambda: bad.receivers[-1].poll() == KVPoll.Failed, "the difference is seen")
-    with pytest.raises(Exception, match=f"of KV head {last.first_head + 1} is not what prefill sent"):
-        bad.receivers[-1].failure_exception()
-    for receiver in bad.receivers[:-1]:
-        until(lambda receiver=receiver: receiver.poll() == KVPoll.Success, "the other rank has good pages")
-    assert not any(rank.manager.transfer_statuses for rank in world.decode)
-
-
-def test_a_prefill_whose_pool_has_no_digests_fails_the_request(world):
-    with_digests(world).prefill[0].manager.page_digests = None
-    request = world.request(BAD).bootstrap().send()
-    request.assert_fails("digests of pages, which this prefill's KV pool does not have")
-    world.decode[0].manager.page_digests = None
-    world.assert_healthy()
 
 
 # ---- requests that cannot be true: they fail, on both sides and alone ----

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import requests
 from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
-from sglang.srt.disaggregation.common.authentication import NotTrusted
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
-from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers, parse_capabilities
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, NotTrusted, PrefillPeers, parse_capabilities
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 
 
-def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, list[Capabilities]]:
+def ask(status: int, body: Any) -> tuple[int | None, list[Capabilities]]:
     """The version that decode takes the prefill to have, and what it has noted of it after that."""
 
     class Bootstrap(BaseHTTPRequestHandler):
@@ -42,7 +43,7 @@ def ask(status: int, body: Any, has_state: bool = False) -> tuple[int | None, li
     server = HTTPServer(("127.0.0.1", 0), Bootstrap)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     own = SimpleNamespace(speculative_algorithm=None)
-    peers = PrefillPeers(lambda: own, lambda: has_state, lambda: False, lambda addr: True)
+    peers = PrefillPeers(lambda: own, lambda addr: None, lambda addr: True)
     try:
         return peers.ask_for_prefix(f"127.0.0.1:{server.server_port}"), list(peers.capabilities.values())
     finally:
@@ -56,23 +57,24 @@ def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     ascend = importlib.import_module("sglang.srt.disaggregation.ascend.conn").AscendKVBootstrapServer
     assert ascend.decode_prefix_version == 0
-    assert not (ascend.asks_for_pieces or ascend.sends_digests or ascend.hears_of_waiting)
+    assert not ascend.hears_of_waiting
     for server in (MooncakeKVBootstrapServer, NixlKVBootstrapServer):
         assert server.decode_prefix_version == DECODE_PREFIX_VERSION
-        assert server.sends_digests and server.hears_of_waiting
-    assert MooncakeKVBootstrapServer.asks_for_pieces and not NixlKVBootstrapServer.asks_for_pieces
+        assert server.hears_of_waiting
 
 
 def test_a_prefill_that_understands_it():
     version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
     assert version == DECODE_PREFIX_VERSION and found.takes_prefix
-    assert found.queued and not found.pieces and not found.digests
+    assert found.queued and not found.drops
 
 
-@pytest.mark.parametrize("can", ["digests", "stage_digests"])
-def test_either_kind_of_digest_will_do(can):
-    _, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "pieces": True, can: True})
-    assert found.digests and found.pieces and not found.queued
+def test_what_an_extra_listens_for_is_noted(monkeypatch):
+    monkeypatch.setattr(prefill_peers, "_others", set())
+    prefill_peers.listen_for("tea")
+    assert parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 3, "cake": 1}).others == {"tea": 3}
+    assert not parse_capabilities({"version": DECODE_PREFIX_VERSION, "tea": 0}).others
+    assert not parse_capabilities({"version": 0, "tea": 1}).others
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
 def answer_of(cp_size: int | None, pp_size: int | None) -> dict[str, int | str]:
     """What a prefill of this process says of itself."""
     timeouts = RegisteredRanks().timeouts()
-    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, True, True, timeouts))
+    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, timeouts))
 
 
 def test_one_that_is_starting_has_not_answered():
@@ -127,6 +129,46 @@ class Ranks:
         ranks = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
         url = f"http://127.0.0.1:{self.port}/route"
         return requests.get(url, params=dict.fromkeys(ranks, "-1"), timeout=30).status_code
+
+
+_fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+RANK = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+
+
+def test_whatever_is_asked_of_a_bootstrap_server_it_goes_on():
+    """Without a secret everybody is heard; what cannot be meant has no effect."""
+    with bootstrap_server() as port:
+        bootstrap = f"http://127.0.0.1:{port}"
+        Ranks(port, 1).register(0)
+        paths = [
+            "/route",
+            f"/route?{RANK}",
+            "/route?prefill_dp_rank=x",
+            "/register_dp_rank",
+            "/query_dp_ranks",
+            "/health",
+        ]
+
+        @_fuzz
+        @given(
+            st.sampled_from(["GET", "PUT", "POST", "DELETE", "PATCH", "X"]),
+            st.sampled_from([*paths, DECODE_PREFIX_ROUTE, "/health", "/", "/route/../health", "/%00"]),
+            st.binary(max_size=64)
+            | _json.map(lambda value: json.dumps(value).encode())
+            | st.builds(lambda n: b"[" * n, st.integers(1, 5000)),
+        )
+        def throw(method: str, path: str, body: bytes) -> None:
+            reply = requests.request(method, bootstrap + path, data=body, timeout=30)
+            assert reply.status_code in (200, 400, 404, 405, 500)
+
+        throw()
+        assert requests.put(f"{bootstrap}/route", data=b"x" * (4 << 20), timeout=30).status_code in (413, 500)
+        assert requests.get(f"{bootstrap}/route?{RANK}", timeout=30).json()["rank_port"] == 1
 
 
 @pytest.mark.parametrize("server", [MooncakeKVBootstrapServer, NixlKVBootstrapServer])
@@ -227,12 +269,12 @@ def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypa
     for rank, device in enumerate([*devices, None]):
         said = {} if device is None else {"device": device}
         ranks.note({**place, "attn_tp_rank": rank, bootstrap_routes.RANK_VERSION: DECODE_PREFIX_VERSION, **said})
-    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, True, True, {}, ranks.devices()))
+    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, {}, ranks.devices()))
     assert answer.get("devices", []) == devices
     own = SimpleNamespace(disaggregation_decode_local_prefill=asked)
     monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")
-    peers = PrefillPeers(lambda: own, lambda: False, lambda: False, lambda addr: True)
-    peers.capabilities["here"] = parse_capabilities(answer, False)
+    peers = PrefillPeers(lambda: own, lambda addr: None, lambda addr: True)
+    peers.capabilities["here"] = parse_capabilities(answer)
     assert peers.drops("here") == (asked != "auto" or "bb" not in devices)
     assert not peers.drops("elsewhere")
 
@@ -287,7 +329,7 @@ def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
     monkeypatch.setattr(prefill_peers, "nothing_listens", lambda host, port: False)
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(prefill_peers, "time", clock)
-    peers = PrefillPeers(lambda: None, lambda: False, lambda: False, lambda addr: True)
+    peers = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
     for _ in range(3):
         peers.query("127.0.0.1:1")
     # It is still being asked when it might be asked again.
@@ -318,7 +360,7 @@ class Strangers:
         monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: self._ask(work))
         monkeypatch.setattr(prefill_peers, "nothing_listens", lambda host, port: port % 2 == 0)
         monkeypatch.setattr(PrefillPeers, "ask_for_prefix", self._answer)
-        self.peers = PrefillPeers(lambda: None, lambda: False, lambda: False, self._shake)
+        self.peers = PrefillPeers(lambda: None, lambda addr: None, self._shake)
 
     def _ask(self, work: Any) -> None:
         if self.asking in self.holds:

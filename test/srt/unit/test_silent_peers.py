@@ -102,7 +102,7 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
     """As when requests name many prefills that do not answer, each of which is asked by a thread. Later it is asked."""
     asked: list[str] = []
     monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: asked.append(addr))
-    peers = PrefillPeers(lambda: None, lambda: False, lambda: False, lambda addr: True)
+    peers = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
     answers, connections = RankAnswers(), Connections()
 
     def ask() -> dict[str, int]:

@@ -73,8 +73,8 @@ def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: p
 def shaken_hands(world: Any) -> None:
     """Decode has asked prefill what it can do."""
     manager = world.decode[0].manager
-    answer = asyncio.run(capabilities(1, 1, 1, True, True, True, RegisteredRanks().timeouts()))
-    manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer, False))
+    answer = asyncio.run(capabilities(1, 1, 1, True, RegisteredRanks().timeouts()))
+    manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer))
 
 
 def refuse(peer: dict, frames: list[bytes]) -> None:

@@ -20,7 +20,7 @@ from decode_world import Receiver, World, aborted, end_patience, kv_of
 from engine_classes import args_of, engine_class
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.prefill_peers import UNKNOWN
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode import DecodeRequest
@@ -43,7 +43,8 @@ SAMPLES = "../../../python/extras/samples/tests/test_samples.py"
 # Rows without a test of their own here: why, and the test (file::name) that has them if there is one.
 ELSEWHERE = {
     20: "needs both ends of the wire: test_nixl_wire.py::test_an_abort_after_decode_asked_is_told",
-    21: "needs the same: test_mooncake_wire.py::test_trap_21_pieces_land_where_they_belong_behind_a_prefix",
+    21: "needs the same: ../../../python/extras/staging/tests/test_staged_pieces.py::"
+    "test_trap_21_pieces_land_where_they_belong_behind_a_prefix",
     30: f"is both tokenizer managers' affair: {SAMPLES}::test_prefill_that_is_told_later_gives_its_warmup_up, "
     f"{SAMPLES}::test_decode_asks_for_nothing_before_prefill_knows, "
     "../e2e/test_parallel_sampling.py::test_samples_are_as_requests_of_their_own_and_kv_comes_once",
@@ -220,7 +221,6 @@ def bare_receiver() -> NixlKVReceiver:
     receiver = object.__new__(NixlKVReceiver)
     receiver.kv_mgr = SimpleNamespace(
         local_ip="10.0.0.1",
-        page_digests=None,
         rank_port=77,
         agent=SimpleNamespace(name="decode"),
         awaited_rooms=set(),
@@ -559,8 +559,7 @@ def test_trap_15_nothing_is_called_lost_while_transfers_are_under_way():
 class LateReceiver(Receiver):
     """As the real ones do, it reports success only when the metadata is there."""
 
-    digest_pages = None
-    once_metadata_landed = CommonKVReceiver.once_metadata_landed
+    once_metadata_landed = DeltaReceiver.once_metadata_landed
 
     @property
     def kv_mgr(self) -> SimpleNamespace:

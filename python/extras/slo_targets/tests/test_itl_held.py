@@ -12,7 +12,6 @@ from sglang.srt.disaggregation.itl_gate import ItlGate
 from sglang.srt.disaggregation.step_time import MOST_DRIFT
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_dp_slices import seen_beside
 
 MS = 1e-3
 ENDED = FINISH_LENGTH(0)
@@ -208,7 +207,16 @@ def test_another_ranks_prompts_are_no_requests_of_a_step():
     """The gate takes no step for as long as they made it; clients wait for it."""
     gates = [ItlGate(15.0) for _ in range(2)]
     for gate, prompts in zip(gates, (False, True), strict=True):
-        seen_beside(gate, prompts)
+        now = 0.0
+        for n in range(200):
+            reqs = [Asked(500, 100, 100) for _ in range(1 + n % 8)]
+            beside = {"forward_mode": ForwardMode.DECODE, "is_extend_in_batch": False}
+            now += 0.004 + 0.0005 * max(len(reqs), 4)
+            gate.note_step(SimpleNamespace(reqs=reqs, global_num_tokens=[len(reqs), 4], **beside), None, now)
+            if prompts and n % 4 == 0:
+                now += 0.2
+                beside["is_extend_in_batch"] = True
+                gate.note_step(SimpleNamespace(reqs=reqs, global_num_tokens=[len(reqs), 2048], **beside), None, now)
         gate.take(gate.own())
     alone, beside = (gate.estimate for gate in gates)
     # 0.2 s in every fourth step are beyond what is allowed to be said of them.

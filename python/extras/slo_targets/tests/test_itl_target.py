@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_adder import DecodeAdder
 from sglang.srt.disaggregation.decode_budget import LiveReqs
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, ItlHooks, Load
-from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntimeCheckerMixin
@@ -228,9 +227,10 @@ def test_a_retracted_request_comes_back_when_there_is_time(delay):
 @pytest.mark.parametrize("delay", [0, 50])
 def test_a_burst_of_prompts_that_are_computed_here_keeps_the_target(delay):
     """Four decode, each with six tokens left, and four short turns come, which decode in the next step."""
+    pytest.importorskip("sglang.srt.disaggregation.local_prefill")
     options = {"disaggregation_decode_local_prefill": "40"} | target(5.5)
     loop = Loop(options=options, size=1024, page_size=4, reserved=0, max_reqs=16)
-    loop.transfer.local.policy = Policy(most=12, slice=64, step=64, debt=1000)
+    loop.transfer.local.policy = loop.transfer.local.policy._replace(most=12, slice=64, step=64, debt=1000)
     known(loop, estimate(answer=8))
     most = 0
 

@@ -36,8 +36,6 @@ from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.kv_weights import know_weights
-from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
@@ -221,24 +219,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         drafts = DraftSlots.of(self.scheduler)
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
-        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, sources)
+        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         self.admission = Admission(
             tree, self.policy, self.accounts, self.memory, deltas, self.counters, sources, self.ranks
         )
         self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
-
-    def _init_kv_manager(self):
-        """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
-        manager = know_weights(super()._init_kv_manager(), self.scheduler)
-        if self.scheduler.server_args.disaggregation_decode_verify_pages:
-            manager.page_digests = PageDigests.of_rank(
-                self.token_to_kv_pool,
-                manager.attn_tp_rank,
-                manager.attn_tp_size,
-                self.scheduler.model_config.get_total_num_kv_heads(),
-            )
-        return manager
 
     # ---- requests that come ----
 
@@ -428,7 +414,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self.arrived: list[Req] = []
         self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
-            # The engine's way through the staging buffer; receivers have their own, see delta_staging.py.
+            # The engine's way through the staging buffer knows of no prefix.
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
             self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-from sglang.srt.disaggregation.common.authentication import SignedCall
 from sglang.srt.disaggregation.common.handshakes import in_background
+from sglang.srt.disaggregation.decode_radix.hooks import CallHooks, Hooks
 from sglang.srt.disaggregation.room_notes import MOST, is_room
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class _Calls:
         self._lock, self._waiting = threading.Lock(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._hooks: Hooks[CallHooks] | None = None
 
     def submit(self, call: Callable[[], Coroutine]) -> Future:
         """Have ``call`` made."""
@@ -139,8 +140,12 @@ class _Calls:
 
     async def post(self, addr: str, route: str, message: bytes) -> tuple[int, str]:
         """Post it once."""
-        signed = SignedCall("POST", route, message)
-        headers = {"Content-Type": "application/json", **signed.headers}
+        self._hooks = self._hooks or Hooks(CallHooks)
+        headers, checks = {"Content-Type": "application/json"}, []
+        for signs in self._hooks.signs:
+            more, check = signs("POST", route, message)
+            headers |= more
+            checks.append(check)
         try:
             async with self._opened().post(
                 f"http://{addr}{route}",
@@ -150,7 +155,8 @@ class _Calls:
                 timeout=aiohttp.ClientTimeout(ANSWER_S),
             ) as reply:
                 content = await reply.read()
-                signed.check(str(reply.url), reply.status, content, reply.headers)
+                for check in checks:
+                    check(str(reply.url), reply.status, content, reply.headers)
                 return reply.status, content.decode(errors="replace")
         except asyncio.TimeoutError as e:
             raise Unanswered(f"no answer in {ANSWER_S:g} s") from e

@@ -15,84 +15,50 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.disaggregation import prefill as engine
-from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
-from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
-from sglang.srt.disaggregation.kv_weights import know_weights
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
-from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.disaggregation.room_notes import COMPUTED
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin", "poll_and_all_reduce_attn_cp_tp_group"]
-
-
-def poll_and_all_reduce_attn_cp_tp_group(
-    pollers: list, attn_cp_cpu_group: dist.ProcessGroup, attn_tp_cpu_group: dist.ProcessGroup
-) -> list[int]:
-    """Adds that what is read from decode begins and ends on all ranks by it."""
-    polls = utils.poll_and_all_reduce_attn_cp_tp_group(pollers, attn_cp_cpu_group, attn_tp_cpu_group)
-    return agree_on_reads(pollers, polls)
+__all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Starts each request's chunk cursor at the prefix that decode holds."""
 
-    # What is read from decode before requests begin; None without the option.
-    reads: DecodeReads | None = None
-
     def _init_kv_manager(self):
-        """Adds how many layers all pipeline stages have, what digests of pages are computed from, and what reads."""
+        """Adds how many layers all pipeline stages have."""
         KvTransferCounters.of(self.scheduler)
-        manager = know_weights(super()._init_kv_manager(), self.scheduler)
+        manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
             manager.num_layers = self.scheduler.model_config.num_hidden_layers
-            # A decode worker with such a pool has been refused the option, and does not ask.
-            with contextlib.suppress(ValueError):
-                manager.page_digests = PageDigests.of_rank(
-                    self.token_to_kv_pool,
-                    manager.attn_tp_rank,
-                    manager.attn_tp_size,
-                    self.scheduler.model_config.get_total_num_kv_heads(),
-                    manager.num_layers if self.pp_size > 1 else None,
-                )
-            self.reads = make_reads(self.scheduler, manager)
         return manager
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Adds the prompt to the request's sender, which checks decode's request for KV by it, and what it may read."""
+        """Adds the prompt to the request's sender, which checks decode's request for KV by it."""
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
             req.disagg_kv_sender.own_prompt = cache(partial(prompt_digests, req))
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
-            if self.reads is not None and is_plain(req):
-                req.disagg_kv_sender.reading = DecodeRead(self.reads, req)
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Sets the cursor of the requests that the engine pops, and counts those that it fails.
-
-        Before that, what has been read for requests that are no longer here is given back.
-        """
-        if self.reads is not None:
-            self._turn_reads(self.reads)
+        """Sets the cursor of the requests that the engine pops, and counts those that it fails."""
         with _told_at_once(self.scheduler):
             popped, failed = super().pop_bootstrapped(True, rids_to_check)
         for req in popped:
@@ -101,18 +67,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         for req in failed:
             KvTransferCounters.get(self.scheduler.server_args).ended(req.finished_reason)
         return (popped, failed) if return_failed_reqs else popped
-
-    def _turn_reads(self, reads: DecodeReads) -> None:
-        scheduler = self.scheduler
-        # What is being sent does not count: a transfer may stand still for as long as decode waits.
-        runs = scheduler.last_batch or scheduler.chunked_req
-        groups = scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group
-        reads.turn(
-            self.queue,
-            scheduler.waiting_queue,
-            bool(scheduler.waiting_queue) and not runs,
-            lambda pollers: utils.poll_and_all_reduce_attn_cp_tp_group(pollers, *groups),
-        )
 
 
 def _goes_well(req: Req) -> bool:

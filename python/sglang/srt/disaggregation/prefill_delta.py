@@ -8,23 +8,21 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.common.wire import PROMPT
 from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE, OTHER_IMAGES, compares_prompts, prompt_digests
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
-from sglang.srt.mem_cache.known_prefixes import unknown_above
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
@@ -35,19 +33,6 @@ logger = logging.getLogger(__name__)
 # Of no tree: see `DecodeRadixCache.accepts`.
 NO_GENERATION = -1
 DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
-
-
-def _least_read(receiver: Any) -> int:
-    """Tokens that a receiver's prefill must lack for it to read them from here; 0 where it reads none.
-
-    It reads whole pages: with another TP size they would have other heads.
-    """
-    if not hasattr(receiver, "offered"):
-        return 0
-    manager, addr = receiver.kv_mgr, receiver.bootstrap_addr
-    info = manager.prefill_info_table.get(addr)
-    same = info is not None and info.attn_tp_size == manager.attn_tp_size
-    return manager.prefills.of(addr).reads if same else 0
 
 
 def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor, policy: AdmissionPolicy) -> None:
@@ -78,13 +63,10 @@ class PrefillDeltas:
         rows: Any,
         buffers: Any,
         buffer_indices: Any,
-        sources: Sequence[DeltaSource] = (),
+        hooks: Hooks[DecodeHooks] = NO_HOOKS,
     ):
-        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these.
-
-        sources: other ones of deltas.
-        """
-        self._tree, self._rows, self._sources = tree, rows, sources
+        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these."""
+        self._tree, self._rows, self._hooks = tree, rows, hooks
         self._buffers, self._buffer_indices = buffers, buffer_indices
         self._compares = compares_prompts()
         # Requests that have been admitted in this step.
@@ -127,14 +109,14 @@ class PrefillDeltas:
             for decode_req in admitted:
                 decode_req.lose(e)
             return
-        for decode_req, delta, states, offered in zip(admitted, found, found, found, strict=True):
+        for decode_req, delta, states, *more in zip(admitted, *[found] * (2 + len(self._hooks.targets)), strict=True):
             try:
-                self._ask_or_defer(decode_req, delta, states, offered, fence)
+                self._ask_or_defer(decode_req, delta, states, more, fence)
             except Exception as e:
                 decode_req.lose(e)
 
-    def _targets(self, decode_req: DecodeRequest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """On the device, the first slots of pages: of the delta; of the window, or the state slot; of the offer."""
+    def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
+        """On the device, the first slots of pages: of the delta; of the window, or the state slot; what extras name."""
         req, page, windows = decode_req.req, self._tree.page_size, self._tree.windows
         table, end = self._rows.req_to_token[req.req_pool_idx], len(req.origin_input_ids)
         states = table[:0]
@@ -143,40 +125,24 @@ class PrefillDeltas:
             states = req.mamba_pool_idx.reshape(1)
         elif windows is not None:
             states = windows.of(table[req.swa_evicted_seqlen : end : page])
-        offered = table[: req.held_len if self._offers(decode_req) else 0 : page]
-        return table[req.held_len : end : page], states, offered
+        return [table[req.held_len : end : page], states, *(targets(decode_req) for targets in self._hooks.targets)]
 
     def _ask_or_defer(
-        self, decode_req: DecodeRequest, delta: np.ndarray, states: np.ndarray, offered: np.ndarray, fence: Fence
+        self, decode_req: DecodeRequest, delta: np.ndarray, states: np.ndarray, more: list[np.ndarray], fence: Fence
     ) -> None:
-        """delta, states, offered: as `_targets`, on the host."""
+        """delta, states, more: as `_targets`, on the host."""
         page = self._tree.page_size
-        pages, offers, indices = (delta // page).astype(np.int32), (offered // page).astype(np.int32), None
+        pages, indices = (delta // page).astype(np.int32), None
         if decode_req.req.mamba_pool_idx is not None:
             indices = states.tolist()
         elif self._tree.windows is not None:
             indices = (states // page).tolist()
         decode_req.name_target(pages, indices)
-        if len(offers):
-            decode_req.kv_receiver.offered = offers
-        if fence.guards(pages, indices) or (len(offers) and self._writes(offers, fence)):
+        waits = [named(decode_req, slots, fence) for named, slots in zip(self._hooks.named, more, strict=True)]
+        if fence.guards(pages, indices) or any(waits):
             decode_req.advance(DEFERRED)
         else:
             self._ask(decode_req)
-
-    def _offers(self, decode_req: DecodeRequest) -> bool:
-        """Whether the pages of the request's prefix are offered: its prefill reads what it lacks, and lacks enough.
-
-        They are locked for as long as the request is here. Not while some of them are being copied from host memory.
-        """
-        req, least = decode_req.req, _least_read(decode_req.kv_receiver)
-        if not least or decode_req.load is not None or not takes_prefix(decode_req):
-            return False
-        return unknown_above(req.last_node) >= least
-
-    def _writes(self, offered: npt.NDArray[np.int32], fence: Fence) -> bool:
-        """Whether a step in flight may still write to what is offered: of an answer, or what another source brings."""
-        return any(source.writes() for source in self._sources) or fence.guards(offered, None)
 
     def _expect_metadata(self, receiver: Any, index: int) -> None:
         """Have ``receiver`` look for its own room in buffer ``index``, and wait for its writers if it fails."""

@@ -161,9 +161,8 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         return super().update_running_batch(batch)
 
     def is_fully_idle(self, for_health_check=False) -> bool:
-        """A worker that has a prompt to compute, or reads from another or may be read from, is not idle."""
-        busy = has_work(self) or (self.has_reads() and not for_health_check)
-        return super().is_fully_idle(for_health_check) and not busy
+        """A worker that has a prompt to compute is not idle."""
+        return super().is_fully_idle(for_health_check) and not has_work(self)
 
     def end_step_of_none(self) -> None:
         """Process the result of the step in flight if all of its requests have ended, as the loop is about to do.
@@ -181,18 +180,17 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         self.last_batch = self.cur_batch = None
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds, once per turn of every event loop, weight updates that have waited, and the worker's gauges."""
+        """Adds, once per turn of every event loop, the worker's gauges."""
         super().process_input_requests(recv_reqs)
         self.begin_turn(recv_reqs)
 
     def begin_turn(self, recv_reqs) -> None:
         """What a turn of the loop begins with, when its messages have been processed."""
         self.publish_gauges()
-        self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while an update waits for a rank that is not idle, or KV is on its way to or from a tier."""
-        if not self.postponed_updates and not self._copies():
+        """Does not sleep while KV is on its way to or from a tier."""
+        if not self._copies():
             super().maybe_sleep_on_idle()
 
     # ---- flushes ----

@@ -23,10 +23,9 @@ __all__ = [
     "FLAG",
     "KINDS",
     "LINEAR",
-    "READS",
-    "READ_FLAG",
     "WINDOWS",
     "CacheKind",
+    "add",
     "check",
     "check_draft",
     "check_not_turned_off",
@@ -38,7 +37,6 @@ __all__ = [
 ]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
-READ_FLAG = "--disaggregation-prefill-read-decode"
 # Speculative algorithms whose drafts' KV the tree is known to keep right.
 SPECULATION = ("EAGLE", "EAGLE3")
 # Architectures of which the same is known for a draft that is part of the model (MTP).
@@ -63,7 +61,7 @@ class Refused(NamedTuple):
 class CacheKind:
     """Workers that get one tree, in words; the class of the tree; and what is refused with it.
 
-    An extra adds its own to `KINDS`, and changes what is refused with the others' by `replace`.
+    An extra adds its own to `KINDS`, and changes what is refused with the others' by `add` and `replace`.
     """
 
     workers: str
@@ -181,61 +179,19 @@ WINDOWS = CacheKind(
                 Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
                 _switch("--enable-dp-attention"),
                 _switch("--enable-hierarchical-cache"),
-                Rule(
-                    "--disaggregation-decode-verify-pages, whose digests leave windows out",
-                    lambda args: args.disaggregation_decode_verify_pages,
-                ),
             ),
         ),
     ),
 )
-
-READS = CacheKind(
-    f"prefill with {READ_FLAG}, full attention in all layers",
-    "the engine's RadixCache",
-    (
-        Refused(
-            f"{READ_FLAG} is for prefill workers, but {{name}}. Leave it out here.",
-            (
-                Rule(
-                    "--disaggregation-mode is {args.disaggregation_mode}",
-                    lambda args: args.disaggregation_mode != "prefill",
-                ),
-            ),
-        ),
-        Refused(
-            f"{READ_FLAG} needs a transfer backend with a read of another's memory, which is nixl, and "
-            "--disaggregation-transfer-backend is {args.disaggregation_transfer_backend}. Use nixl on prefill and "
-            "decode, or leave the option out.",
-            (
-                Rule(
-                    "--disaggregation-transfer-backend other than nixl",
-                    lambda args: args.disaggregation_transfer_backend != "nixl",
-                ),
-            ),
-        ),
-        Refused(
-            f"{READ_FLAG} is not verified together with {{name}}. Leave one of the two out.",
-            (
-                _switch("--disable-radix-cache"),
-                _switch("--enable-hierarchical-cache"),
-                _switch("--enable-lmcache"),
-                _switch("--enable-streaming-session"),
-                DIFFUSION,
-                _switch("--enable-dp-attention"),
-                Rule("--enable-lora", lambda args: args.enable_lora or args.lora_paths),
-                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
-                _several("--pipeline-parallel-size", "pp_size"),
-                _several("--attention-context-parallel-size", "attn_cp_size"),
-                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
-            ),
-        ),
-    ),
-)
-
 
 #: All there are, in the order of the documentation.
-KINDS = [DECODE, LINEAR, WINDOWS, READS]
+KINDS = [DECODE, LINEAR, WINDOWS]
+
+
+def add(kind: CacheKind, *rules: Rule) -> None:
+    """Refuse these too, last and in the words of what was last: an extra does so when it is imported."""
+    *before, (error, old) = kind.refused
+    kind.refused = (*before, Refused(error, (*old, *rules)))
 
 
 def replace(kind: CacheKind, name: str, *rules: Rule) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["is_known", "note_known", "note_split", "unknown_above", "unknown_to_prefill"]
+__all__ = ["is_known", "note_known", "note_split", "unknown_to_prefill"]
 
 _NAME = "known_to_prefill"
 
@@ -45,13 +45,4 @@ def unknown_to_prefill(found: PrefixPeek) -> int:
             break
         tokens += span
         span = len(found.path[i - 1].key.token_ids) if i else 0
-    return tokens
-
-
-def unknown_above(node: TreeNode | None) -> int:
-    """Tokens of the prefix that ends with ``node`` that no prefill has. Cost: the nodes that hold them."""
-    tokens = 0
-    while node is not None and node.parent is not None and not is_known(node):
-        tokens += len(node.key.token_ids)
-        node = node.parent
     return tokens

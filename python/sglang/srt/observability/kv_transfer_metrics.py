@@ -25,7 +25,7 @@ class KvTransferCounters:
     """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
 
     The engine's multiprocess exporter adds up what the ranks count. Requests and their tokens are the same on all TP
-    ranks, so the one that answers clients counts them; bytes, runs, peers and digests each rank counts for itself.
+    ranks, so the one that answers clients counts them; bytes, runs and peers each rank counts for itself.
     """
 
     _made: dict[tuple[str, str], KvTransferCounters] = {}
@@ -99,7 +99,6 @@ class KvTransferCounters:
                 "decode_following_seconds", "Time that requests waited for transfers of others, summed."
             )
             self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
-            self._mismatched = counter("decode_page_digest_mismatches", "Transfers whose KV is not what prefill sent.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
             self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
             self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
@@ -157,10 +156,6 @@ class KvTransferCounters:
             self._followed.inc()
             self._not_sent_twice.inc(max(num_tokens, 0))
             self._following.inc(seconds)
-
-    def mismatched(self) -> None:
-        if self.enabled:
-            self._mismatched.inc()
 
     def overtaken(self, num_requests: int) -> None:
         if self._counts_requests:

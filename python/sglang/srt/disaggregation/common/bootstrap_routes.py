@@ -16,7 +16,6 @@ import requests
 from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import peer_calls
-from sglang.srt.disaggregation.common.authentication import SignedRequests, middleware, secret, unreadable
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
@@ -42,22 +41,25 @@ def _own_timeouts() -> dict[str, int]:
     }
 
 
-class BootstrapRequests(SignedRequests):
-    """Questions to bootstrap servers, signed where there is a secret; a rank that registers says its version."""
+class BootstrapRequests:
+    """Stands for the module ``requests`` where bootstrap servers are asked; a rank that registers says its version."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(requests, name)
 
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``, with which the engine registers ranks and does nothing else."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
         if (device := own_device()) is not None:
             kwargs["json"][RANK_DEVICE] = device
-        return super().put(url, **kwargs)
+        return requests.put(url, **kwargs)
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.post``, with which the engine asks for the DP ranks of rooms, and says them."""
         args = server_args._global_server_args
         if url.endswith(RANKS_ROUTE) and getattr(args, "disaggregation_decode_enable_radix_cache", False):
             kwargs["json"] = {**kwargs["json"], HEARS_REFUSALS: 1}
-        return super().post(url, **kwargs)
+        return requests.post(url, **kwargs)
 
 
 class RefusedRanks:
@@ -176,10 +178,7 @@ def _version(said: Any) -> str:
 
 
 def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Add the routes of the decode prefix, and of rooms that are spoken of, and ask for the secret, if any."""
-    key = secret()
-    if key is not None:
-        app.middlewares.append(middleware(key))
+    """Add the routes of the decode prefix and of rooms that are spoken of."""
     ranks = RefusedRanks()
     app.middlewares.append(ranks.add)
 
@@ -196,8 +195,6 @@ async def capabilities(
     version: int,
     cp_size: int | None,
     pp_size: int | None,
-    pieces: bool,
-    digests: bool,
     queued: bool,
     timeouts: Mapping[str, int],
     devices: Sequence[str] = (),
@@ -205,9 +202,8 @@ async def capabilities(
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
-    before they have all registered. pieces, digests, queued: whether the backend asks for staging memory piece by
-    piece, sends digests of pages, and hears from decode what waits there. timeouts: of the ranks
-    (`RegisteredRanks.timeouts`). devices: that they compute on. Raises HTTPServiceUnavailable before that.
+    before they have all registered. queued: whether the backend hears from decode what waits there. timeouts: of the
+    ranks (`RegisteredRanks.timeouts`). devices: that they compute on. Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -217,9 +213,6 @@ async def capabilities(
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
     whole = pp_size == 1
     can = {
-        # The layout of a staging buffer knows of no stages.
-        "pieces": pieces and whole,
-        "digests" if whole else "stage_digests": digests,
         "queued": queued,
         # Stages would have to agree, and of several fronts only one learns of it.
         "drops": whole and cp_size == 1 and _fronts() == 1,
@@ -232,9 +225,6 @@ async def capabilities(
         answer["devices"] = [*devices]
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
-    reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)
-    if reads is not None:
-        answer["reads"] = reads
     # Of the process that the server is part of.
     drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
     draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""
@@ -244,6 +234,15 @@ async def capabilities(
 def _fronts() -> int:
     """Processes that take requests for this prefill."""
     return getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
+
+
+def unreadable(request: web.Request, error: Exception) -> web.Response:
+    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
+    reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
+    # Or aiohttp reads what is left of it, and has the same error.
+    request.content.feed_eof()
+    reply.force_close()
+    return reply
 
 
 async def _take(request: web.Request) -> web.Response:

@@ -7,9 +7,9 @@ of pipeline stages: #28229 (open).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common.authentication import SigningSocket, VerifyingSocket, secret
 from sglang.srt.disaggregation.common.bootstrap_routes import (
     BootstrapRequests,
     RegisteredRanks,
@@ -34,13 +33,11 @@ from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSock
 from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, Unclaimed, fail_lost_prefills
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
+from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters, count_transfer
 from sglang.srt.utils.network import NetworkAddress
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.page_digest import PageDigests
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +53,6 @@ __all__ = [
 ]
 
 
-def _signing(socket, endpoint: str):
-    key = secret()
-    return socket if key is None else SigningSocket(socket, endpoint, key)
-
-
 # Of a decode worker with a radix cache: nothing on its scheduler's thread waits for a peer.
 _rank_answers: RankAnswers | None = None
 
@@ -68,12 +60,14 @@ _rank_answers: RankAnswers | None = None
 class CommonKVManager(engine.CommonKVManager):
     """Knows which prefill peers understand a decode prefix."""
 
+    # By which bootstrap servers are asked.
+    requests = requests
+
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
         # Before the engine's: its last step starts threads that may use them.
-        # This worker's own digests of pages, and on prefill the layers of the whole model with KV (None where that is
-        # not known): both set by the queue that makes this manager.
-        self.page_digests: PageDigests | None = None
+        # On prefill the layers of the whole model with KV, None where that is not known: the queue that makes this
+        # manager sets it.
         self.num_layers: int | None = None
         # What is sent to peers goes over these, which know who of them is lost.
         self.peer_sockets = PeerSockets(CommonKVReceiver._ctx, answer_s())
@@ -88,15 +82,12 @@ class CommonKVManager(engine.CommonKVManager):
         # Decode: what it knows of prefills, and what leads to them.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
-            lambda: self.has_state,
-            lambda: self.page_digests is not None,
-            lambda addr: super(CommonKVManager, self).try_ensure_parallel_info(addr),
+            self.met_prefill,
+            lambda addr: engine.CommonKVManager.try_ensure_parallel_info(self, addr),
+            self.requests.get,
         )
         self.connections = Connections()
         super().__init__(*args, **kwargs)
-        if (key := secret()) is not None:
-            own = NetworkAddress(self.local_ip, self.rank_port).to_tcp()
-            self.server_socket = VerifyingSocket(self.server_socket, own, key)
         # Made by the queue that makes this manager.
         self.counters = KvTransferCounters.get(self.server_args)
         if self.has_radix:
@@ -108,15 +99,17 @@ class CommonKVManager(engine.CommonKVManager):
             self.decode_watch = DecodeWatch(self.peer_sockets, self.rooms, self._askers, unclaimed, lost_peer)
             self.peer_sockets.start(self.decode_watch.check)
 
+    def met_prefill(self, addr: str) -> None:
+        """Hands have been shaken with a prefill that takes a prefix: `prefills` knows what it can do. In a thread."""
+
     def _connect(self, endpoint: str, is_ipv6: bool = False):
-        """Replaces the engine's sockets, which stay for good; and messages are signed where there is a secret."""
-        return _signing(self.peer_sockets.connect(endpoint, is_ipv6), endpoint)
+        """Replaces the engine's sockets, which stay for good."""
+        return self.peer_sockets.connect(endpoint, is_ipv6)
 
     def connect_unwaiting(self, host: str, port: int):
         """The socket to a peer with a radix cache, or of a worker with one. Who sends does not wait: see `NotTaken`."""
         address = NetworkAddress(host, port)
-        endpoint = address.to_tcp()
-        return _signing(self.peer_sockets.connect(endpoint, address.is_ipv6, waits=False), endpoint)
+        return self.peer_sockets.connect(address.to_tcp(), address.is_ipv6, waits=False)
 
     @property
     def has_radix(self) -> bool:
@@ -282,7 +275,7 @@ class CommonKVManager(engine.CommonKVManager):
 
     # Whether rooms are ended here, which Mori does not. Attributes with an entry for each live room, or a set by peer.
     ends_rooms = False
-    room_books: tuple[str, ...] = (*ENGINE_BOOKS, "reads")
+    room_books: tuple[str, ...] = ENGINE_BOOKS
 
     def rooms_held(self) -> dict[str, int]:
         """How many rooms each book of this worker mentions; when idle, those that only decode has asked for."""
@@ -300,17 +293,19 @@ class CommonKVManager(engine.CommonKVManager):
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
         count_transfer(self.counters, self.kv_args, theirs, sent_pages, saved_pages, runs, states)
 
-    def digest(
-        self, room: int, infos: Iterable, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
-    ) -> str | None:
-        """Add a chunk to the digest of what ``room`` sends; with the last one, what to tell those who asked for it.
+    def answers(
+        self, room: int, infos: Sequence, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
+    ) -> dict[bytes, str]:
+        """What those who ``room`` is sent to are told with a chunk, by the part of their requests that it answers.
 
-        infos: decode ranks that this rank sends to. first_page: place of the chunk in the delta. For the scheduler,
-        before it sends the chunk. Raises ValueError where this worker's pool has no digests.
+        infos: of decode ranks that this rank sends to. The rest as in `MessagePart`. Raises ValueError.
         """
-        if not any(info.wants_digest for info in infos):
-            return None
-        return self.rooms.live[room].add_chunk(self.page_digests, kv_indices, first_page, is_last)
+        said: dict[bytes, str] = {}
+        for part in hooks.parts():
+            if part.answer is not None and any(part.tag in info.parts for info in infos):
+                answer = part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
+                said |= {} if answer is None else {part.tag: answer}
+        return said
 
 
 class CommonKVSender(DeltaSender, engine.CommonKVSender):
@@ -331,12 +326,6 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
             return question(bootstrap_addr, bootstrap_rooms)
         return _rank_answers.query(bootstrap_addr, bootstrap_rooms, question)
 
-    @classmethod
-    def _connect(cls, endpoint: str, is_ipv6: bool = False):
-        """Messages are signed where there is a secret."""
-        socket, lock = super()._connect(endpoint, is_ipv6)
-        return _signing(socket, endpoint), lock
-
     def _connect_to_bootstrap_server(self, bootstrap_info: dict):
         """Replaces the engine's sockets with a radix cache: no sender waits, and it is known whether the peer lives."""
         if not self.kv_mgr.has_radix:
@@ -351,17 +340,20 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
 
     # 0: the backend does not. The rest as in `capabilities`.
     decode_prefix_version = 0
-    asks_for_pieces = sends_digests = hears_of_waiting = False
+    hears_of_waiting = False
 
     def __init_subclass__(cls, **options) -> None:
-        """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas."""
+        """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas.
+
+        But for one that is laid over another of its name.
+        """
         super().__init_subclass__(**options)
-        for name in ("decode_prefix_version", "asks_for_pieces", "sends_digests", "hears_of_waiting"):
-            if name not in vars(cls):
+        for name in ("decode_prefix_version", "hears_of_waiting"):
+            if name not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
                 setattr(cls, name, getattr(CommonKVBootstrapServer, name))
 
     def _setup_routes(self) -> None:
-        """Adds the routes of the decode prefix and of refused requests to the engine's, and the secret, if any."""
+        """Adds the routes of the decode prefix and of refused requests to the engine's."""
         super()._setup_routes()
         self.ranks = RegisteredRanks()
         add_routes(self.app, self._capabilities)
@@ -391,6 +383,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         if self.ranks.complaint is not None and not complete:
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
         version = self.decode_prefix_version if self.ranks.take_prefix else 0
-        able = self.asks_for_pieces, self.sends_digests, self.hears_of_waiting
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(version, cp_size, self.pp_size, *able, self.ranks.timeouts(), self.ranks.devices())
+        return await capabilities(
+            version, cp_size, self.pp_size, self.hears_of_waiting, self.ranks.timeouts(), self.ranks.devices()
+        )

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, check_rank, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
+from sglang.srt.disaggregation.decode_radix import hooks
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +147,6 @@ class DeltaReceiver(Base):
     # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
     bootstrap_infos: list[dict] | None = None
     required_prefill_response_num = 0
-    # The delta, from when prefill is asked for a digest of it until that has been found right.
-    digest_pages: npt.NDArray[np.int32] | None = None
     # The frames by which prefill compares the request's prompt with its own, where it does.
     prompt: tuple[bytes, ...] = ()
 
@@ -239,19 +239,19 @@ class DeltaReceiver(Base):
         """Whether a prefix may be named to this request's prefill."""
         return self.carries_prefix and self.kv_mgr.prefills.of(self.bootstrap_addr).takes_prefix
 
-    def ask_for_digest(self, kv_indices: npt.NDArray[np.int32]) -> bool:
-        """Whether to ask prefill for a digest of the delta, which is then compared when it has arrived."""
-        manager = self.kv_mgr
-        if manager.page_digests is None or not manager.prefills.of(self.bootstrap_addr).digests or not len(kv_indices):
-            return False
-        self.digest_pages = kv_indices
-        return True
+    def send_requests(
+        self, kv_indices: npt.NDArray[np.int32], frames: Callable[[bool], list[bytes]]
+    ) -> frozenset[bytes]:
+        """Send every prefill rank the request for KV; returns the tags of what it answers. Raises NotTaken.
 
-    def send_requests(self, frames: Callable[[bool], list[bytes]]) -> None:
-        """Send every prefill rank the request for KV. frames: for a dummy rank or not. Raises NotTaken."""
+        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without parts of extras.
+        """
+        written = [(part, more) for part in hooks.parts() if (more := part.write(self, kv_indices)) is not None]
         for peer in self.bootstrap_infos or []:
-            self._send_to(peer, [*frames(peer["is_dummy"]), *self.prompt])
+            mine = [[part.tag, *more] for part, more in written if part.dummies or not peer["is_dummy"]]
+            self._send_to(peer, [*frames(peer["is_dummy"]), *chain(*mine), *self.prompt])
             self.state.asked, self.state.writes_s = True, self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
+        return frozenset(part.tag for part, _ in written if part.answer is not None)
 
     def announce(self, peers: Iterable[dict] | None = None) -> list[dict]:
         """Tell prefill, where it listens, that this request waits here: it then knows whose end is also that of it.
@@ -276,31 +276,26 @@ class DeltaReceiver(Base):
         with lock:
             socket.send_multipart(frames)
 
-    def claims(self) -> Iterable[str]:
-        """What prefill ranks have told of the digests of this request's KV heads. Backends override it."""
+    def answers(self, tag: bytes) -> Iterable[str]:
+        """What prefill ranks have answered to a part of the request, see `MessagePart`. Backends override it."""
         return ()
 
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
-        """``state``, but success only when its own metadata is in its buffer, and its pages are as they were sent.
+        """``state``, but success only when its own metadata is in its buffer.
 
         Ranks that see the notification before the data would otherwise commit in different steps; and what another
         request's late writer left in the buffer must fail the request on all ranks, not only where it landed.
         """
         if state != KVPoll.Success:
             return state
-        manager, room, pages = self.kv_mgr, self.bootstrap_room, self.digest_pages
+        manager, room = self.kv_mgr, self.bootstrap_room
         in_buffer = room if self.metadata_room is None else self.metadata_room()
         wrong = what_landed(in_buffer, room, self._is_overdue)
         if wrong == "":
             return KVPoll.Transferring
-        if wrong is None and pages is not None:
-            wrong = manager.page_digests.difference(pages, self.claims())
-            if wrong is not None:
-                manager.counters.mismatched()
         if wrong is not None:
             manager.record_failure(room, wrong)
             return KVPoll.Failed
-        self.digest_pages = None
         return KVPoll.Success
 
     def _is_overdue(self) -> bool:

@@ -13,19 +13,12 @@ import enum
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, LENGTH_SIZE, check_decode_prefix
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
-    from sglang.srt.disaggregation.page_digest import PageDigests
-
 
 # Of a failure of which nobody has said why.
 NO_REASON = "no reason was recorded"
@@ -60,14 +53,13 @@ class SenderState:
 
     asked: what each decode rank asked for, by its name; kept here since the manager forgets it when all is sent.
     due_at: until when KV may be written, by the clock that began when its request was found here; decode's began a
-    little earlier. digests: of the chunks sent so far, when decode asked for it. reason: why it failed.
+    little earlier. reason: why it failed.
     """
 
     phase: Phase = Phase.WAITING
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
     decode_prefix_len: int = 0
     due_at: float = math.inf
-    digests: torch.Tensor | None = None
     reason: str | None = None
 
     @property
@@ -95,11 +87,6 @@ class SenderState:
         """It fails, if it has not; the first reason stays."""
         if not self.failed:
             self.phase, self.reason = Phase.FAILED, reason
-
-    def add_digests(self, part: torch.Tensor) -> torch.Tensor:
-        """Add those of a chunk; returns those of all chunks so far."""
-        self.digests = part if self.digests is None else self.digests + part
-        return self.digests
 
     def reach(self, phase: Phase) -> bool:
         """Go on to a later phase; whether this was an earlier one."""
@@ -150,9 +137,6 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
         if prompt_len is None:
             raise ValueError("this prefill does not know the length of the prompt")
         check_decode_prefix(prefix_len, num_pages, prompt_len, page_size)
-    for offer in (getattr(info, "offer", None) for info in asked.values()):
-        if offer is not None and len(offer.pages) * page_size != prefix_len:
-            raise ValueError(f"it offers {len(offer.pages)} pages of a prefix of {prefix_len} tokens")
     return prefix_len
 
 
@@ -202,8 +186,6 @@ class DeltaSender(Base):
     # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
     # has become of it here meanwhile: they must run the same batches.
     agreed: bool = False
-    # What is read from decode before it begins, if that may be; see decode_reads.py.
-    reading: Any = None
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew.
@@ -274,13 +256,9 @@ class DeltaSender(Base):
 
     # ---- questions ----
 
-    def poll_reading(self) -> int:
-        """What a request polls that decode has asked for: it may begin, or how far what is read for it is."""
-        if self.reading is None:
-            return KVPoll.WaitingForInput
-        polled = self.reading.poll(self.state.asked)
-        # Asked after it: this worker may have stood still meanwhile, and decode have given its pages away.
-        return polled if self.failure_reason() is None else KVPoll.Bootstrapping
+    def poll_asked(self) -> int:
+        """What a request polls that decode has asked for: it may begin. An extra may have it wait for more."""
+        return KVPoll.WaitingForInput
 
     def has_failed(self) -> bool:
         """Whether nothing more will be sent for this request."""
@@ -346,15 +324,6 @@ class DeltaSender(Base):
         # The poll may find that all has been written, or fail it itself, for the same reason, and close its books.
         if reason is not None and self.poll() != KVPoll.Success:
             self.fail(reason)
-
-    def add_chunk(
-        self, digests: PageDigests | None, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool
-    ) -> str | None:
-        """Add a chunk to the digest of what is sent; with the last one, what to tell of it. Raises ValueError."""
-        if digests is None:
-            raise ValueError("decode asks for digests of pages, which this prefill's KV pool does not have")
-        total = self.state.add_digests(digests.of(kv_indices, first_page))
-        return digests.claim(total) if is_last else None
 
     def end_failed_room(self, reason: str) -> set:
         """End this request's room; returns the decode ranks that are to be told, by the backend's names for them."""

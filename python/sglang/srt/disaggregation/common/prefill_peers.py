@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang.srt.disaggregation.common.authentication import NotTrusted, SignedRequests
+import requests
 from sglang.srt.disaggregation.common.device_names import own_device
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.handshakes import in_background
@@ -24,9 +24,6 @@ from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
-
-# Questions to bootstrap servers, signed where there is a secret.
-requests = SignedRequests()
 
 # Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
 REFUSING_S = 0.3
@@ -42,29 +39,25 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """What a prefill says that it can do.
 
-    version: of the decode prefix that it understands, 0 for none. pieces: it asks for each piece of staging memory.
-    digests: it sends digests of pages. queued: it wants to hear what waits on decode. drops: it drops a request whose
-    prompt decode computes. drafts, draft_model: what it speculates with, empty without. reads: it reads KV that it
-    lacks from decode, where that is so many tokens or more; 0 where it does not. prompts: it compares digests of
-    prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked
-    for, and for which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all
-    of its context-parallel ranks send; None without such ranks, or where it does not say. devices: that its ranks
-    compute on, by `own_device`.
+    version: of the decode prefix that it understands, 0 for none. queued: it wants to hear what waits on decode. drops:
+    it drops a request whose prompt decode computes. drafts, draft_model: what it speculates with, empty without.
+    prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a
+    request that it has been asked for, and for which it leaves one of which decode does not speak; 0 where it does not
+    say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or where it does not
+    say. devices: that its ranks compute on, by `own_device`. others: see `listen_for`.
     """
 
     version: int = 0
-    pieces: bool = False
-    digests: bool = False
     queued: bool = False
     drops: bool = False
     drafts: str = ""
     draft_model: str = ""
-    reads: int = 0
     prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
     devices: frozenset[str] = frozenset()
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def takes_prefix(self) -> bool:
@@ -73,33 +66,34 @@ class Capabilities:
 
 
 UNKNOWN = Capabilities()
+_others: set[str] = set()
 
 
-def parse_capabilities(answer: Mapping[str, Any], needs_state: bool) -> Capabilities:
-    """What a prefill's answer says. needs_state: whether this worker's model has states beside its KV.
+def listen_for(name: str) -> None:
+    """Have `Capabilities.others` say what prefills answer under ``name``, if that is not no: for extras."""
+    _others.add(name)
 
-    Raises KeyError, TypeError or ValueError for what is no answer.
-    """
+
+def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
+    """What a prefill's answer says. Raises KeyError, TypeError or ValueError for what is no answer."""
     version = int(answer["version"])
     drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
     takes = version == DECODE_PREFIX_VERSION
 
-    def can(*names: str) -> bool:
-        return takes and any(answer.get(name) for name in names)
+    def can(name: str) -> bool:
+        return takes and bool(answer.get(name))
 
     def number(name: str) -> int:
         said = answer.get(name) if takes else 0
         return said if type(said) is int and said > 0 else 0
 
-    each = can("pieces"), can("digests", "stage_digests"), can("queued"), can("drops")
+    each = can("queued"), can("drops")
     waits = number("waiting_timeout"), number("bootstrap_timeout")
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
-    reads = 0 if needs_state else number("reads")
     devices = frozenset(map(str, answer.get("devices") or ()))
-    return Capabilities(
-        version, *each, drafts, draft_model, reads, number("prompts") > 1, *waits, all_cp_ranks, devices
-    )
+    prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
+    return Capabilities(version, *each, drafts, draft_model, prompts, *waits, all_cp_ranks, devices, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
@@ -148,22 +142,25 @@ def check_tp_sizes(theirs: int, ours: int, has_state: bool, uneven: bool) -> Non
         )
 
 
+class NotTrusted(requests.RequestException):
+    """A prefill does not answer this worker, or not in a way that can be believed."""
+
+
 class PrefillPeers:
     """The prefills of a decode worker with a radix cache.
 
-    server_args: this worker's. has_state: whether its model has states. wants_digests: whether it verifies pages.
-    shake: the engine's own questions to a prefill; whether they have been answered.
+    server_args: this worker's. met: told of each that takes a prefix, once hands have been shaken. shake: the engine's
+    own questions to a prefill; whether they have been answered. get: asks it one of ours.
     """
 
     def __init__(
         self,
         server_args: Callable[[], Any],
-        has_state: Callable[[], bool],
-        wants_digests: Callable[[], bool],
+        met: Callable[[str], object],
         shake: Callable[[str], bool],
+        get: Callable[..., requests.Response] = requests.get,
     ) -> None:
-        self._server_args, self._has_state = server_args, has_state
-        self._wants_digests, self._shake = wants_digests, shake
+        self._server_args, self._met, self._shake, self._get = server_args, met, shake, get
         # What this rank computes on. Here, since each thread has a device of its own.
         self.own_device = own_device()
         # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
@@ -255,18 +252,17 @@ class PrefillPeers:
                 "--disaggregation-decode-local-prefill N remainders of up to N tokens are computed here.",
                 addr,
             )
-        if self._wants_digests() and not self.of(addr).digests:
-            logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
+        self._met(addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
         """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
-        answers 404 and is then sent no prefix. Raises NotTrusted where this worker and that prefill have not the same
-        secret, and ValueError where they do not speculate alike, or not all context-parallel ranks send that are asked.
+        answers 404 and is then sent no prefix. Raises NotTrusted where that prefill wants nothing of this worker, and
+        ValueError where they do not speculate alike, or not all context-parallel ranks send that are asked.
         """
         try:
-            reply = requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            reply = self._get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
             if reply.status_code == 401:
                 raise NotTrusted(reply.text)
             if reply.status_code == 503:
@@ -275,7 +271,7 @@ class PrefillPeers:
             if reply.status_code not in (200, 404):
                 raise ValueError(f"status {reply.status_code}")
             answer = reply.json() if reply.status_code == 200 else {"version": 0}
-            found = parse_capabilities(answer, self._has_state())
+            found = parse_capabilities(answer)
         except NotTrusted:
             raise
         except Exception as e:

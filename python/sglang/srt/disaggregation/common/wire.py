@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.disaggregation.decode_radix import hooks
 
 Peer = TypeVar("Peer", bound=Hashable)
 
@@ -22,14 +23,10 @@ CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
 # Last frame of decode's message that a request waits there for memory.
 QUEUED = b"queued"
-# Frame behind those of the prefix in decode's request for KV: it wants a digest of what is sent.
-DIGEST = b"digest"
-# Frame behind that: what prefill may read follows in two more.
-OFFER = b"offer"
 # Last frame but one of decode's request for KV; behind it stands `prompt_digests` of its prompt, or its length.
 PROMPT = b"prompt"
-# Frames of the engine's own request for KV; those of the prefix come behind them.
-ENGINE_FRAMES = 8
+# Frames of the engine's own request for KV, and with those of the prefix, which come behind them.
+ENGINE_FRAMES, PREFIX_FRAMES = 8, 10
 
 
 @dataclass(frozen=True)
@@ -88,20 +85,6 @@ class Queued:
     port: int
 
 
-@dataclass(frozen=True)
-class Offer:
-    """Pages of decode's that a prefill may read while the request is not over. See docs/protocol.md.
-
-    pages: of the whole prefix, int32, in prompt order. weights: `KvWeights.current` of the rank that has them.
-    """
-
-    pages: npt.NDArray[np.int32]
-    weights: int
-
-    def frames(self) -> list[bytes]:
-        return [OFFER, b"%d" % self.weights, self.pages.astype(np.int32).tobytes()]
-
-
 OfRoom = Request[Peer] | Unusable[Peer] | Cancel[Peer] | Queued
 
 
@@ -146,47 +129,35 @@ def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
     return [b"%d" % room, host.encode("ascii"), b"%d" % port, name.encode("ascii")]
 
 
-def prefix_frames(
-    decode_prefix_len: int, is_dummy: bool, wants_digest: bool, offer: Offer | None = None
-) -> list[bytes]:
-    """What a decode worker with a radix cache appends to the engine's request for KV. The prefix is in tokens."""
-    options = [*([DIGEST] if wants_digest else []), *([] if offer is None or is_dummy else offer.frames())]
-    return [b"%d" % decode_prefix_len, b"%d" % is_dummy, *options]
-
-
 def delta_frames(
     header: list[bytes],
     kv_indices: npt.NDArray[np.int32],
     state_indices: list[int] | None,
     decode_prefix_len: int,
-    wants_digest: bool,
     body: Callable[[bool, bytes, bytes], list[bytes]],
-    offer: Offer | None = None,
 ) -> Callable[[bool], list[bytes]]:
     """The frames of a request for KV, for a dummy rank or not.
 
     kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: what stands between header and
     prefix, of whether the rank is a dummy, the pages and the state's indices, both as int32 and both empty for a dummy.
-    offer: what prefill may read, if anything.
     """
     pages = kv_indices.astype(np.int32).tobytes()
     states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
 
     def frames(is_dummy: bool) -> list[bytes]:
         own = body(True, b"", b"") if is_dummy else body(False, pages, states)
-        return [*header, *own, *prefix_frames(decode_prefix_len, is_dummy, wants_digest, offer)]
+        return [*header, *own, b"%d" % decode_prefix_len, b"%d" % is_dummy]
 
     return frames
 
 
 def check_prefix_frames(message: list[bytes]) -> None:
     """Check what a decode worker with a radix cache appends to the engine's eight frames. Raises ValueError."""
-    if len(message) not in (10, 11):
-        raise ValueError(f"a message with a decode prefix has 10 or 11 frames, this one has {len(message)}")
+    if len(message) != PREFIX_FRAMES:
+        known = f"{PREFIX_FRAMES} frames, and parts that are known behind them"
+        raise ValueError(f"a message with a decode prefix has {known}; this one has {len(message)} without these")
     if message[9] not in (b"0", b"1"):
         raise ValueError(f"whether this rank is a dummy is not 0 or 1: {message[9][:32]!r}")
-    if message[10:] not in ([], [DIGEST]):
-        raise ValueError(f"its last frame is unknown: {message[10][:32]!r}")
 
 
 def split_prompt(message: list[bytes]) -> tuple[list[bytes], bytes | None]:
@@ -196,16 +167,14 @@ def split_prompt(message: list[bytes]) -> tuple[list[bytes], bytes | None]:
     return message[:-2], message[-1]
 
 
-def split_offer(message: list[bytes]) -> tuple[list[bytes], Offer | None]:
-    """The message without what it offers to be read, which are its last three frames, and that. Raises ValueError."""
-    if len(message) < 13 or message[-3] != OFFER:
-        return message, None
-    if len(message[-1]) % 4:
-        raise ValueError(f"the pages that it offers are no int32: {len(message[-1])} bytes")
-    offer = Offer(np.frombuffer(message[-1], dtype=np.int32), wire_int(message[-2], "weights"))
-    if offer.weights < 0 or (offer.pages < 0).any():
-        raise ValueError("it offers pages, or a number of its weights, below 0")
-    return message[:-3], offer
+def split_parts(message: list[bytes]) -> tuple[list[bytes], dict[bytes, Any]]:
+    """The message without the parts of extras, which are its last frames, and what they say. Raises ValueError."""
+    said = {}
+    for part in reversed(hooks.parts()):
+        if len(message) >= PREFIX_FRAMES + part.size and message[-part.size] == part.tag:
+            message, frames = message[: -part.size], message[-part.size :]
+            said[part.tag] = part.read(frames[1:])
+    return message, said
 
 
 def wire_int(frame: bytes, name: str) -> int:

@@ -14,26 +14,35 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import QueueEntry
     from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
+    from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
 __all__ = [
     "NO_HOOKS",
+    "CallHooks",
     "DecodeHooks",
     "DeltaSource",
     "Hooks",
     "Limit",
     "Lines",
     "Measured",
+    "MessagePart",
+    "add_part",
     "has_work",
     "hooks_of",
+    "parts",
     "register",
 ]
 
@@ -145,6 +154,17 @@ class Lines:
         return None
 
 
+class CallHooks:
+    """One process that calls bootstrap servers (`peer_calls`). Made with its first call."""
+
+    def signs(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
+        """A call is made. Returns headers for it, and what is given the URL, status, content and headers of the answer;
+        that raises for one that is not to be believed."""
+        raise NotImplementedError
+
+
 class DecodeHooks:
     """One rank of a decode worker with a radix cache. Made with its scheduler and its tree, before its queues."""
 
@@ -213,6 +233,18 @@ class DecodeHooks:
         """Returns a source beside prefill, the same each time."""
         raise NotImplementedError
 
+    # ---- what prefill is asked for ----
+
+    def targets(self, decode_req: DecodeRequest) -> torch.Tensor:
+        """Called when a request has its memory, before prefill is asked. Returns the first slots of pages, on the
+        device, that the message is to name beside those to be written. One copy of a step brings all to the host."""
+        raise NotImplementedError
+
+    def named(self, decode_req: DecodeRequest, slots: np.ndarray, fence: Fence) -> bool:
+        """These are on the host. Returns whether to ask one step later, when the step behind ``fence`` is over. Who
+        overrides this or `targets` overrides both."""
+        raise NotImplementedError
+
     # ---- requests in queues of an extra's own ----
 
     def reqs(self) -> Sequence[Req]:
@@ -267,3 +299,46 @@ class DeltaSource:
     def writes(self) -> bool:
         """Whether a step in flight may write to pages that are in the tree already."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MessagePart:
+    """Frames that an extra adds to decode's request for KV: a tag, and what follows it.
+
+    To be added from an overlay of ``disaggregation/common/conn.py``, which both workers load. Parts stand behind the
+    frames of the prefix in the order in which they were added, and so in that of ``python/extras/ORDER``. The extra
+    writes its part only for a prefill that says that it reads it, see `Capabilities.others`.
+
+    tag: its first frame. size: its frames, with that.
+
+    write: on decode, on the scheduler's thread, once for a request that is being sent. Of its receiver and the pages to
+    be written, int32: the frames behind the tag; None to leave the part out.
+    dummies: whether prefill ranks that write nothing for the request are sent it too.
+
+    read: on prefill, on the thread that reads decode's messages. Of the frames behind the tag: what ``parts`` of the
+    rank's TransferInfo has under the tag. Raises ValueError: then the request is refused.
+    answer: on prefill, on the scheduler's thread, before a chunk is sent to a rank that has sent the part. Of the
+    request's sender, the chunk's pages, the place of the first of them in the delta, and whether the chunk is the last:
+    with that, what each such rank is told, in ASCII. See `DeltaReceiver.answers`. Over Mooncake it comes with the
+    message of a success, which has one frame for it. Raises ValueError: then the request fails.
+    """
+
+    tag: bytes
+    size: int
+    write: Callable[[Any, npt.NDArray[np.int32]], list[bytes] | None]
+    read: Callable[[list[bytes]], Any]
+    dummies: bool = True
+    answer: Callable[[Any, npt.NDArray[np.int32], int, bool], str | None] | None = None
+
+
+_parts: list[MessagePart] = []
+
+
+def add_part(part: MessagePart) -> None:
+    """Have requests for KV carry ``part``, and be read with it."""
+    _parts.append(part)
+
+
+def parts() -> Sequence[MessagePart]:
+    """Those there are, in order."""
+    return _parts

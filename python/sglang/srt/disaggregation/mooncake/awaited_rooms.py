@@ -17,8 +17,8 @@ class AwaitedRooms:
         # By room, the metadata buffers that have been named. Several, where another request of the room came before
         # nobody wrote for the first any more.
         self.asked: dict[int, set[int | None]] = {}
-        # By room: prefill ranks that write no more, and those that said no more than that they failed; and the claims
-        # about digests, by prefill rank.
+        # By room: prefill ranks that write no more, and those that said no more than that they failed; and what they
+        # have answered to a part of the request, by prefill rank.
         self.quiet: dict[int, set[int]] = {}
         self.failed: dict[int, set[int]] = {}
         self.told: dict[int, dict[int, str]] = {}
@@ -45,8 +45,8 @@ class AwaitedRooms:
         if end.succeeded and end.said is not None:
             self.told.setdefault(room, {})[end.rank] = end.said
 
-    def claims(self, room: int) -> Iterable[str]:
-        """What prefill ranks have told of digests."""
+    def answers(self, room: int) -> Iterable[str]:
+        """What prefill ranks have answered to a part of the request, see `MessagePart`."""
         return self.told.get(room, {}).values()
 
     def num_quiet(self, room: int, says_so: bool) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.common.delta_sender import Phase
+from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
 from sglang.srt.disaggregation.mooncake.decode_inbox import DecodeInbox
 from sglang.srt.disaggregation.mooncake.failed_sessions import FailedSessions
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
-from sglang.srt.disaggregation.mooncake.staging import StagingKVManager
 from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
 from sglang.srt.disaggregation.mooncake.wire import Peer
@@ -55,7 +54,7 @@ ELSEWHERE = "failed on another rank of decode"
 READER: Reader[Peer] = Reader(
     peer=lambda frames: Peer.read(frames[1:3]),
     name=lambda info: info.mooncake_session_id,
-    info=TransferInfo.from_zmq,
+    info=lambda frames: TransferInfo.from_zmq(frames),
 )
 
 
@@ -75,7 +74,7 @@ def _backend(queued: QueuedChunks) -> Backend[Peer]:
     )
 
 
-class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
+class MooncakeKVManager(engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
@@ -93,6 +92,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
+        self.engine_staging = wire.EngineStaging()
         super().__init__(*args, **kwargs)
         # In the place of a set, which the engine makes when its thread already reads messages.
         self.failed_sessions = self.sessions
@@ -111,10 +111,6 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         """Take messages about one room; whether the engine may take this one (its own staging, a registration)."""
         if frames[0] in wire.ENGINE_STAGING:
             return self.takes_engine_staging(frames)
-        grant = wire.Grant.read(frames)
-        if grant is not None:
-            self._on_grant(grant)
-            return False
         message = READER.read(frames)
         if isinstance(message, Registration):
             session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
@@ -124,6 +120,20 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             return True
         self.inbox.take(message)
         return False
+
+    def takes_engine_staging(self, frames: list[bytes]) -> bool:
+        """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
+        return self.engine_staging.takes(frames, self.enable_staging and not self.has_radix)
+
+    def _init_staging_allocator(self) -> None:
+        """With a radix cache no buffer is offered: the engine's grid of chunks knows of no prefix."""
+        if not self.has_radix:
+            super()._init_staging_allocator()
+
+    @property
+    def _rank(self) -> int:
+        """The number by which decode tells the prefill ranks of a request apart; the engine's."""
+        return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
         """Whom to tell that a request failed."""
@@ -142,35 +152,28 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
         writes = [info for info in infos if not info.is_dummy]
-        claim = self.digest(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
-        pieces = self._pieces(infos, index_slice)
-        for start, end in pieces:
-            for info in infos:
-                if self._piece_pages(info):
-                    self._ask_for_staging(info, start, end - start)
+        answers = self.answers(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
         for session in [info.mooncake_session_id for info in writes if info.names_prefix]:
             # Before a write of it may fail.
             self.sessions.try_again(session)
-        for start, end in pieces or [(index_slice.start, index_slice.stop)]:
-            part = slice(start - index_slice.start, end - index_slice.start)
-            is_last = is_last_chunk and end == index_slice.stop
-            # The engine queues nothing of a room that has failed; another thread may be about to say so.
-            with self.rooms.lock:
-                if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
-                    self.queued.add(bootstrap_room, self.rooms.live[bootstrap_room], claim if is_last else None)
-                super().add_transfer_request(
-                    bootstrap_room, kv_indices[part], slice(start, end), is_last, aux_index, state_indices
-                )
+        # The engine queues nothing of a room that has failed; another thread may be about to say so.
+        with self.rooms.lock:
+            if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
+                answer = next(iter(answers.values()), None)
+                self.queued.add(bootstrap_room, self.rooms.live[bootstrap_room], answer)
+            super().add_transfer_request(
+                bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
+            )
         for info in writes:
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
-            runs = len(pieces) or count_runs(kv_indices, info.dst_kv_indices[index_slice])
+            runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
             states = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
             self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, states)
 
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds the digest of what was sent to the engine's message of a success, where decode asked for it.
+        """Adds to the engine's message of a success what a part of decode's request is answered.
 
         A decode rank with the flag gets one notice of the end: of a success unless it has had one of a failure. The
         sender alone notifies of a failure, once nothing is being written any more.
@@ -180,12 +183,12 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
             status != KVPoll.Success or not self.end_notices.take(room, {peer})
         ):
             return
-        claim = self.queued.claims.get(room) if status == KVPoll.Success else None
+        answer = self.queued.answers.get(room) if status == KVPoll.Success else None
         try:
-            if claim is None:
+            if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             else:
-                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, claim.encode("ascii")]
+                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, answer.encode("ascii")]
                 # The socket of the engine's message: what has gone over it before must come before.
                 address = NetworkAddress(remote, dst_port)
                 self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
@@ -219,7 +222,7 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
-        watched = WatchedQueue(queue, executor, lambda chunk: self._prepare(chunk, staging_buffer), self._on_chunk_done)
+        watched = self.watch(queue, executor, staging_buffer)
         self.watched_queues.join(watched)
         self.queued.writers.add(threading.get_ident())
         while True:
@@ -231,15 +234,21 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
                 if watched.room in self.request_status:
                     self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
 
-    def _prepare(self, chunk, staging_buffer) -> bool | None:
+    def watch(self, queue, executor, staging_buffer) -> WatchedQueue:
+        """The queue of a transfer thread, as that is to see it."""
+        return WatchedQueue(queue, executor, self._prepare, self._on_chunk_done)
+
+    def _prepare(self, chunk) -> bool:
         """See `WatchedQueue`. Not of a request that decode must have given up while this worker stood still."""
         sender = self.queued.sender(chunk.room)
         late = sender and sender.overdue()
         if late:
             # The scheduler has perhaps not seen it yet, and decode may have given its pages away.
             self.fail_room(chunk.room, late)
-            return None
-        return self._write_granted(chunk, staging_buffer)
+            return False
+        # With an earlier chunk missing, the last one would still be reported as the end of a success.
+        infos = self.transfer_infos.get(chunk.room, {}).values()
+        return self.request_status.get(chunk.room) != KVPoll.Failed or not names_prefix(list(infos))
 
     def _on_chunk_done(self, room: int) -> None:
         with self.rooms.lock:
@@ -269,11 +278,6 @@ class MooncakeKVManager(StagingKVManager, engine.MooncakeKVManager):
         if threading.get_ident() in self.queued.writers:
             return self.request_status.get(bootstrap_room, KVPoll.Success)
         return super().check_status(bootstrap_room)
-
-    def end_room(self, room: int, reason: str | None = None) -> None:
-        """Wakes the chunks of the room that wait for staging memory."""
-        super().end_room(room, reason)
-        self.watched_queues.wake(room)
 
     def tell_failure(self, room: int, peers: Iterable[Peer], reason: str) -> None:
         """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then.
@@ -371,10 +375,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail_if_refused()
             if status == KVPoll.WaitingForInput and not self.has_failed():
                 self.accept_decode_prefix()
-            if self.kv_mgr.enable_staging and not self.has_failed():
-                reason = self.kv_mgr.why_ungranted(self.bootstrap_room, self.state.asked.values())
-                if reason is not None:
-                    self.fail(reason)
         if not self.has_failed():
             return status
         # Once it has been reported, a chunk that is taken from the queue only to be dropped does not take it back.
@@ -434,31 +434,19 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
-        if self._offers_staging and self.require_staging:
-            prefill_tp = self.prefill_info.attn_tp_size
-            # Its DP ranks stand still each by itself.
-            prefill = f"{self.bootstrap_addr}, DP rank {self.prefill_dp_rank}"
-            self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, prefill_tp, prefill)
 
         def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
             aux = b"" if is_dummy else str(aux_index).encode("ascii")
             return [pages, aux, states, b"%d" % self.required_dst_info_num]
 
-        verify = self.ask_for_digest(kv_indices)
-        self.send_requests(delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body))
+        frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
+        self.send_requests(kv_indices, frames)
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
-        """Success waits for the metadata, and for what comes by way of staging."""
+        """Success waits for the metadata."""
         self.shake_hands()
-        state, room, staging = super().poll(), self.bootstrap_room, self.kv_mgr.staging
-        # At any state: it is this that makes room in the buffer.
-        if staging is not None and not staging.landed(room) and state == KVPoll.Success:
-            if not staging.is_missing(room):
-                return KVPoll.Transferring
-            self.kv_mgr.record_failure(room, "prefill has reported a success before it had written all pieces")
-            self.conclude_state = state = KVPoll.Failed
-        return self.once_metadata_landed(state)
+        return self.once_metadata_landed(super().poll())
 
     def failure_exception(self) -> None:
         """Replaces the engine's, which closes the books, and with them the reason where all has arrived, before."""
@@ -473,35 +461,13 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, ELSEWHERE)
         return engine.KVTransferError(self.bootstrap_room, reason)
 
-    def claims(self) -> Iterable[str]:
+    def answers(self, tag: bytes) -> Iterable[str]:
         """Replaces the base class's: they came with the messages of success."""
-        return self.kv_mgr.awaited_rooms.claims(self.bootstrap_room)
-
-    @property
-    def _offers_staging(self) -> bool:
-        """Whether this worker has a staging buffer and this request's prefill asks for pieces of it."""
-        return self.kv_mgr.staging is not None and self.kv_mgr.prefills.of(self.bootstrap_addr).pieces
-
-    def _register_kv_args(self) -> None:
-        """With a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
-
-        Others fill it by the engine's grid; offered none, they send without.
-        """
-        if not self._offers_staging:
-            super()._register_kv_args()
-            return
-        manager = self.kv_mgr
-        manager._staging_ctx.allocator = manager.staging_offer
-        try:
-            super()._register_kv_args()
-        finally:
-            manager._staging_ctx.allocator = None
+        return self.kv_mgr.awaited_rooms.answers(self.bootstrap_room)
 
     def clear(self) -> None:
-        """Puts off the engine's while prefill, or a copy from the staging buffer, may still write to its pages."""
-        staging = self.kv_mgr.staging
-        landed = staging is None or staging.landed(self.bootstrap_room)
-        if not self.fenced or (landed and self.conclude_state != KVPoll.Failed):
+        """Puts off the engine's while prefill may still write to its pages."""
+        if not self.fenced or self.conclude_state != KVPoll.Failed:
             self.end()
 
     def _forget_room(self) -> None:
@@ -509,16 +475,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
         manager.awaited_rooms.forget(room)
-        if manager.staging is not None:
-            manager.staging.drop(room)
 
     def _notice(self, kind: bytes) -> list[bytes]:
         return [*_header(self), kind]
-
-    def writers_done(self) -> bool:
-        """No piece may be in flight from the staging buffer to the pages either."""
-        staging = self.kv_mgr.staging
-        return (staging is None or staging.close(self.bootstrap_room)) and super().writers_done()
 
     def _is_quiet(self) -> bool:
         # Of a failure the engine says no more.
@@ -530,4 +489,4 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    asks_for_pieces = sends_digests = hears_of_waiting = True
+    hears_of_waiting = True

@@ -1,6 +1,6 @@
 """What a decode rank over Mooncake does with prefill's messages.
 
-Upstream: sgl-project/sglang#36612 (merged), and for staging buffers #30545 (merged).
+Upstream: sgl-project/sglang#36612 (merged).
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ class Worker(Protocol):
     """What decode's manager does for its inbox."""
 
     AUX_DATA_HEADER: bytes
-    staging: Any
     kv_args: Any
     has_radix: bool
     leaves_ends_to_the_engine: bool
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
         """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
-
-    def on_piece(self, room: int, piece: wire.Wanted | wire.Written) -> None:
-        """Prefill wants staging memory for a piece, or has written it. Raises ValueError when that cannot be right."""
 
     def on_end(self, room: int, end: wire.End) -> None:
         """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
@@ -45,7 +41,7 @@ class Worker(Protocol):
 
 
 class DecodeInbox:
-    """Takes metadata, pieces of deltas and the end of transfers, of rooms that prefill has been asked for."""
+    """Takes metadata and the end of transfers, of rooms that prefill has been asked for."""
 
     def __init__(self, rooms: Rooms, awaited: AwaitedRooms, worker: Worker) -> None:
         self._rooms, self._awaited, self._worker = rooms, awaited, worker
@@ -59,13 +55,6 @@ class DecodeInbox:
         room = wire_int(frames[1] if is_aux else frames[0], "room")
         if room not in self._awaited:
             logger.debug("Message for room %s, which nobody waits for", room)
-            return False
-        if not is_aux and worker.staging is not None and wire.is_piece(frames):
-            try:
-                worker.on_piece(room, wire.read_piece(frames))
-            except Exception as e:
-                logger.exception("Room %s: a piece of its KV is lost", room)
-                worker.fail_room(room, f"prefill's KV cannot be used: {e}")
             return False
         end = None if is_aux else wire.End.read(room, frames)
         if end is not None and worker.leaves_ends_to_the_engine:

@@ -13,11 +13,11 @@ from typing import Any
 class QueuedChunks:
     """Chunks that are queued or being written, by room: how many, and whose. To be changed under the lock of `Rooms`.
 
-    claims: digests of what has been queued, by room. writers: the threads that write them.
+    answers: to a part of decode's request, see `MessagePart`, by room. writers: the threads that write them.
     """
 
     def __init__(self) -> None:
-        self.claims: dict[int, str] = {}
+        self.answers: dict[int, str] = {}
         self.writers: set[int] = set()
         self._number: Counter[int] = Counter()
         self._senders: dict[int, Any] = {}
@@ -27,14 +27,14 @@ class QueuedChunks:
 
     def __len__(self) -> int:
         """Of how many rooms something is queued."""
-        return len(self._number.keys() | self._senders.keys() | self.claims.keys())
+        return len(self._number.keys() | self._senders.keys() | self.answers.keys())
 
-    def add(self, room: int, sender: Any, claim: str | None) -> None:
-        """One more chunk, of the request of ``sender``; claim: what to tell of the digest when all is written."""
+    def add(self, room: int, sender: Any, answer: str | None) -> None:
+        """One more chunk, of the request of ``sender``; answer: to be told when all is written."""
         self._number[room] += 1
         self._senders[room] = sender
-        if claim is not None:
-            self.claims[room] = claim
+        if answer is not None:
+            self.answers[room] = answer
 
     def done(self, room: int) -> None:
         """One chunk has been written, or will not be."""
@@ -42,7 +42,7 @@ class QueuedChunks:
         if self._number[room] <= 0:
             del self._number[room]
             self._senders.pop(room, None)
-            self.claims.pop(room, None)
+            self.answers.pop(room, None)
 
     def sender(self, room: int) -> Any:
         """Whose they are; None where nothing is queued."""

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from sglang.srt.disaggregation.common.wire import check_prefix_frames, wire_int
+from sglang.srt.disaggregation.common.wire import check_prefix_frames, split_parts, wire_int
 
 # The engine's class comes behind.
 Base: Any = object
@@ -19,15 +19,12 @@ Base: Any = object
 class PrefixedInfo(Base):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. grants:
-    where in decode's staging buffer pieces may be written, bytes by first page; written: pieces that have been.
-    wants_digest: of the pages sent. heard_until: see `Pulse`, when this was read.
+    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. parts: of
+    extras, by tag, see `MessagePart`. heard_until: see `Pulse`, when this was read.
     """
 
     decode_prefix_len: int | None = None
-    wants_digest: bool = False
-    grants: dict[int, int] = dataclasses.field(default_factory=dict)
-    written: set[int] = dataclasses.field(default_factory=set)
+    parts: dict[bytes, Any] = dataclasses.field(default_factory=dict)
     heard_until: float = math.inf
 
     @property
@@ -43,8 +40,8 @@ class PrefixedInfo(Base):
         """
         info = super().from_zmq(msg)
         if len(msg) > 8:
+            msg, info.parts = split_parts(msg)
             check_prefix_frames(msg)
-            info.wants_digest = len(msg) == 11
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
             # The engine tells a dummy by what is missing; a full hit has no pages either, but it has metadata to come.
             if info.is_dummy != (msg[9] == b"1"):

@@ -21,17 +21,15 @@ from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
-    Offer,
     Reader,
     Registration,
     check_prefix_frames,
     delta_frames,
     room_header,
-    split_offer,
+    split_parts,
     wire_int,
 )
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
-from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
 from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
@@ -54,14 +52,13 @@ class TransferInfo(engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds.
 
     decode_prefix_len: tokens, 0 when decode names none. dummy: whether this prefill rank sends nothing, None when the
-    message does not say and empty indices mean it, as in the engine. wants_digest: of the pages sent. offer: what may
-    be read there. heard_until: see `Pulse`, when this was read.
+    message does not say and empty indices mean it, as in the engine. parts: of extras, by tag, see `MessagePart`.
+    heard_until: see `Pulse`, when this was read.
     """
 
     decode_prefix_len: int = 0
     dummy: bool | None = None
-    wants_digest: bool = False
-    offer: Offer | None = None
+    parts: dict[bytes, Any] = dataclasses.field(default_factory=dict)
     heard_until: float = float("inf")
 
     @property
@@ -76,14 +73,13 @@ class TransferInfo(engine.TransferInfo):
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
         """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends."""
-        msg, offer = split_offer(msg)
+        msg, parts = split_parts(msg)
         info = super().from_zmq(msg)
         if len(msg) > 8:
             check_prefix_frames(msg)
-            info.offer = offer
+            info.parts = parts
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
             info.dummy = msg[9] == b"1"
-            info.wants_digest = len(msg) == 11
         return info
 
 
@@ -102,9 +98,9 @@ class TransferStatus(engine.TransferStatus):
     state_from: set[str] = dataclasses.field(default_factory=set)
     # Agents that said that they failed; they say so when none of their writes is under way.
     failed_from: set[str] = dataclasses.field(default_factory=set)
-    # Whether digests of the pages were asked for, and what has been told of them.
-    expects_digest: bool = False
-    claims: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Parts of the request that each agent answers, by tag, and the answers so far, by tag and agent.
+    asked: frozenset[bytes] = frozenset()
+    answers: dict[bytes, dict[str, str]] = dataclasses.field(default_factory=dict)
     # Why nothing more comes, where prefill is gone.
     lost: str | None = None
 
@@ -119,8 +115,8 @@ class TransferStatus(engine.TransferStatus):
         # A copy in one go: the thread that watches prefills asks too.
         complete = {agent for agent, count in list(self.num_chunks.items()) if len(self.chunks[agent]) == count}
         complete &= self.aux_from
-        if self.expects_digest:
-            complete &= self.claims.keys()
+        for tag in self.asked:
+            complete &= self.answers.get(tag, {}).keys()
         return complete & self.state_from if self.expects_state else complete
 
     def add_notification(self, agent: str, said: wire.Notification, num_expected: int) -> None:
@@ -134,8 +130,8 @@ class TransferStatus(engine.TransferStatus):
             self.aux_from.add(agent)
         elif isinstance(said, wire.State):
             self.state_from.add(agent)
-        elif isinstance(said, wire.Claim):
-            self.claims[agent] = said.text
+        elif isinstance(said, wire.Answer):
+            self.answers.setdefault(said.tag, {})[agent] = said.text
         else:
             self.is_failure = True
             self.failed_from.add(agent)
@@ -246,9 +242,9 @@ class NixlKVManager(engine.NixlKVManager):
             room_for = len(info.dst_kv_indices[index_slice])
             if room_for != len(kv_indices):
                 raise ValueError(f"decode allocated {room_for} of {len(kv_indices)} pages of a chunk")
-        claim = self.digest(bootstrap_room, infos, kv_indices, index_slice.start, is_last)
-        for info in [info for info in infos if claim is not None and info.wants_digest]:
-            self.agent.send_notif(info.agent_name, f"{bootstrap_room}_digest_{claim}".encode("ascii"))
+        for tag, answer in self.answers(bootstrap_room, infos, kv_indices, index_slice.start, is_last).items():
+            for info in [info for info in infos if tag in info.parts]:
+                self.agent.send_notif(info.agent_name, f"{bootstrap_room}_{tag.decode()}_{answer}".encode("ascii"))
         handles = super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
         )
@@ -463,7 +459,7 @@ class NixlKVSender(engine.NixlKVSender):
             if status != KVPoll.WaitingForInput:
                 return status
             if self.accept_decode_prefix():
-                return self.poll_reading()
+                return self.poll_asked()
         if "PROC" in states:
             return KVPoll.WaitingForInput
         self._close()
@@ -496,8 +492,6 @@ class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
     carries_prefix = True
-    # Pages, int32, of the prefix that prefill may read; they stay locked while the request is here.
-    offered: npt.NDArray[np.int32] | None = None
     _status: TransferStatus | None = None
 
     def send_metadata(
@@ -524,15 +518,10 @@ class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
         def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
             return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
 
-        verify = self.ask_for_digest(kv_indices)
-        # None after an update: nothing can be read then.
-        weights = None if self.offered is None else weights_of(self.kv_mgr).current()
-        offer = None if weights is None else Offer(self.offered, weights)
-        self.send_requests(
-            delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, verify, body, offer)
-        )
+        frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
+        asked = self.send_requests(kv_indices, frames)
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
-        self._status.expects_digest = verify
+        self._status.asked = asked
         if state_indices is not None:
             self._status.expects_state = True
         self.started_transfer = True
@@ -562,9 +551,9 @@ class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
             status.is_failure = True
             self.kv_mgr.fail_room(self.bootstrap_room, reason)
 
-    def claims(self) -> Iterable[str]:
+    def answers(self, tag: bytes) -> Iterable[str]:
         """Replaces the base class's: they came as notifications."""
-        return self._status.claims.values() if self._status is not None else ()
+        return self._status.answers.get(tag, {}).values() if self._status is not None else ()
 
     def clear(self) -> None:
         """Called at commit, where no book may be left open."""
@@ -594,4 +583,4 @@ class NixlKVBootstrapServer(engine.NixlKVBootstrapServer):
     """Says that prefills over NIXL understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    sends_digests = hears_of_waiting = True
+    hears_of_waiting = True

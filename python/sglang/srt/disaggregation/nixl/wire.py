@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from sglang.srt.disaggregation.decode_radix import hooks
 
 # The engine's class comes behind.
 Base: Any = object
@@ -40,9 +41,10 @@ class State:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What this agent says of the digests of what it sends."""
+class Answer:
+    """What this agent answers to a part of decode's request, see `MessagePart`."""
 
+    tag: bytes
     text: str
 
 
@@ -53,7 +55,7 @@ class Failure:
     reason: str
 
 
-Notification = Chunk | Metadata | State | Claim | Failure
+Notification = Chunk | Metadata | State | Answer | Failure
 
 
 def room_of(text: str) -> tuple[int, str, list[str]]:
@@ -73,10 +75,11 @@ def read(kind: str, rest: list[str]) -> Notification:
         return Metadata()
     if kind == "state":
         return State()
-    if kind == "digest":
-        return Claim(rest[0])
     if kind == "fail":
         return Failure(rest[0] if rest else "no reason")
+    for part in hooks.parts():
+        if part.answer is not None and kind == part.tag.decode():
+            return Answer(part.tag, rest[0])
     raise ValueError(f"unknown kind {kind!r}")
 
 

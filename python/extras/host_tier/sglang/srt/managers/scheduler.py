@@ -8,11 +8,11 @@ from __future__ import annotations
 from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.host_tier.counters import HostCounters
 from sglang.srt.mem_cache.host_tier.storage import add_storage
 from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.tier import add_host_tier
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree
+from sglang.srt.observability.host_counters import HostCounters
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 __all__ = ["Scheduler"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.step_watch import StepWatch, has_prompts
 
-__all__ = ["AUTO", "UNIT", "Bucket", "Policy"]
+__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy"]
 
 UNIT = 1000  #: A decode step.
 #: Decode steps give one part in so many of their time to steps over prompts, if this many requests or more decode. If
@@ -148,3 +148,27 @@ class Bucket:
 
     def _one_in(self, requests: int) -> int:
         return ONE_IN_SLOW if self.is_slow(requests) else ONE_IN
+
+
+class OtherRanks:
+    """The DP ranks that step together with this one, by what the engine tells all of each step.
+
+    decoding: requests of the rank that decodes the most of them, this one included, as far as is known; 0 where ranks
+    do not step together, and where the engine tells none of the others (DeepEP with --moe-dense-tp-size 1).
+    """
+
+    def __init__(self) -> None:
+        self.decoding = 0
+        # Whether there are any.
+        self.together = False
+
+    def idle(self) -> None:
+        """The loop has nothing to do, on any of them."""
+        self.decoding = 0
+
+    def note_step(self, batch: Any, result: Any = None) -> None:
+        """The result of ``batch`` has been processed. A rank that computes prompts counts these, and not requests."""
+        everywhere = batch.global_num_tokens or ()
+        self.together = len(everywhere) > 1
+        if everywhere and not has_prompts(batch):
+            self.decoding = max(everywhere)

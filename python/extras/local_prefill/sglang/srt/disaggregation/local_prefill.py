@@ -22,10 +22,9 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource
 from sglang.srt.disaggregation.deferred_release import let_go
-from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, Policy
+from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy
 from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.disaggregation.step_watch import OtherRanks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill

@@ -61,5 +61,3 @@ PEGAFLOW = CacheKind(
 )
 
 cache_support.KINDS.append(PEGAFLOW)
-HIERARCHICAL = "--enable-hierarchical-cache"
-cache_support.replace(cache_support.READS, HIERARCHICAL, switch(HIERARCHICAL), switch(PEGAFLOW_FLAG))

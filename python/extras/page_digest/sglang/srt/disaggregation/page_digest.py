@@ -20,16 +20,24 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-__all__ = ["PageDigests"]
+__all__ = ["DIGESTS", "PageDigests", "sends_digests"]
 
 # Tokens of a delta that are looked at in one go: bounds the memory for products, 8 bytes for 4 of KV.
 TOKENS = 1024
 # Of a message; more heads than any model has.
 MOST_HEADS = 4096
+# What a prefill that can send them says: for all layers, or for each pipeline stage.
+DIGESTS = "digests", "stage_digests"
 # Which of the three factors of a weight.
 WORD, TOKEN, BUFFER = 0, 1, 2
+
+
+def sends_digests(prefill: Capabilities) -> bool:
+    """Whether a prefill can, as a whole or by pipeline stages."""
+    return any(name in prefill.others for name in DIGESTS)
 
 
 def _odd(which: int, first: int, number: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from sglang.srt.disaggregation.kv_weights import KvWeights, know_weights, weights_of
+from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 from test_kv_namespace import options
 
 
@@ -25,3 +26,12 @@ def test_nothing_is_known_after_an_update():
     one.changing()
     assert one.current() is None
     assert weights_of(None).current() is None
+
+
+def test_the_scheduler_says_that_they_change():
+    scheduler = SchedulerUpdateWeightsMixin()
+    manager = know_weights(SimpleNamespace(), SimpleNamespace(server_args=options()))
+    scheduler.kv_manager = lambda: manager
+    assert weights_of(manager).current() is not None
+    scheduler.weights_changing()
+    assert weights_of(manager).current() is None

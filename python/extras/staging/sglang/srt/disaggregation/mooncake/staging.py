@@ -11,21 +11,26 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_staging import PIECES, DeltaStaging, piece_bytes
 from sglang.srt.disaggregation.common.staging_buffer import resolve_total_kv_heads
-from sglang.srt.disaggregation.common.wire import room_header
-from sglang.srt.disaggregation.mooncake.wire import (
+from sglang.srt.disaggregation.common.wire import room_header, wire_int
+from sglang.srt.disaggregation.mooncake.staged_queue import StagedQueue, waited_s, wake
+from sglang.srt.disaggregation.mooncake.staging_wire import (
     GRANT,
     STAGE,
     STAGED,
     Grant,
     Wanted,
     Written,
-    check_engine_staging,
+    is_piece,
+    read_piece,
 )
+from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
+from sglang.srt.disaggregation.mooncake.wire import CheckedSocket
 from sglang.srt.utils.network import NetworkAddress
 
 if TYPE_CHECKING:
@@ -43,40 +48,18 @@ REMEMBERED = 1024
 Base: Any = object
 
 
-class StagingKVManager(Base):
-    """The part of both workers' managers that is about staging buffers. `conn.py` puts it before the engine's."""
+class SendsPieces(Base):
+    """The part of prefill's manager that is about staging buffers. `conn.py` puts it before the core's."""
 
     def __init__(self, *args, **kwargs):
         """Adds the books of pieces. Before the engine's own, which starts the threads."""
-        # Prefill: for each decode session its registration and what follows from it, see `_piece_pages`.
+        # For each decode session its registration and what follows from it, see `_piece_pages`.
         self.piece_sizes: OrderedDict[str, tuple[KVArgsRegisterInfo, int]] = OrderedDict()
-        # Decode with the flag: its staging buffer, and the allocator by which the engine tells prefill of it.
-        self.staging: DeltaStaging | None = None
-        self.staging_offer: Any = None
-        # Decode: whether it has been said that a prefill uses staging buffers and this worker does not.
-        self.staging_told = False
         # What the last transfer of this thread returned.
         self.returned = threading.local()
+        # Whether what the scheduler sends now is a piece.
+        self.sends_piece = False
         super().__init__(*args, **kwargs)
-
-    def takes_engine_staging(self, frames: list[bytes]) -> bool:
-        """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
-        kind = frames[0]
-        if kind == b"STAGING_REQ" and (self.has_radix or not self.enable_staging):
-            # One per chunk of every request; such a prefill then sends without.
-            if not self.staging_told:
-                logger.warning(
-                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not, or not "
-                    "with prefills without sglang-pd-radix: its KV comes without them."
-                )
-            self.staging_told = True
-            return False
-        if not self.enable_staging or self.has_radix:
-            raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
-        check_engine_staging(frames)
-        return True
-
-    # ---- prefill ----
 
     def _piece_pages(self, info: TransferInfo) -> int:
         """The most pages of one piece for a decode rank that gets its KV by way of its staging buffer, else 0."""
@@ -128,6 +111,42 @@ class StagingKVManager(Base):
         start, end = index_slice.start, index_slice.stop
         return [(at, min(at + most, end)) for at in range(start, end, most)] if most else []
 
+    def add_transfer_request(
+        self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, state_indices=None
+    ) -> None:
+        """A chunk that goes through staging buffers is sent piece by piece."""
+        add = super().add_transfer_request
+        failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
+        infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
+        pieces = self._pieces(infos, index_slice)
+        for start, end in pieces:
+            for info in infos:
+                if self._piece_pages(info):
+                    self._ask_for_staging(info, start, end - start)
+        if not pieces:
+            add(bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices)
+            return
+        self.sends_piece = True
+        try:
+            for start, end in pieces:
+                part = kv_indices[start - index_slice.start : end - index_slice.start]
+                is_last = is_last_chunk and end == index_slice.stop
+                add(bootstrap_room, part, slice(start, end), is_last, aux_index, state_indices)
+        finally:
+            self.sends_piece = False
+
+    def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0) -> None:
+        """A piece is one run."""
+        super().count_transfer(peer, sent_pages, saved_pages, 1 if self.sends_piece else runs, states)
+
+    def _check_on_prefill(self, frames: list[bytes]) -> bool:
+        """Takes what decode grants."""
+        grant = Grant.read(frames)
+        if grant is None:
+            return super()._check_on_prefill(frames)
+        self._on_grant(grant)
+        return False
+
     def _ask_for_staging(self, info: TransferInfo, start: int, num_pages: int) -> None:
         mine = [self.local_ip.encode("ascii"), b"%d" % self.rank_port]
         frames = [b"%d" % info.room, STAGE, b"%d" % self._rank, b"%d" % start, b"%d" % num_pages, *mine]
@@ -141,14 +160,25 @@ class StagingKVManager(Base):
             info = self.transfer_infos.get(grant.room, {}).get(grant.session)
         if info is not None:
             info.grants[grant.start] = grant.offset
-            self.watched_queues.wake(grant.room)
+            wake(self.watched_queues, grant.room)
+
+    def watch(self, queue, executor, staging_buffer) -> WatchedQueue:
+        """Chunks wait in it for decode's staging buffers, where there are some."""
+        if not self.enable_staging:
+            return super().watch(queue, executor, staging_buffer)
+        prepare = partial(self._write_granted, staging_buffer=staging_buffer)
+        return StagedQueue(queue, executor, prepare, self._on_chunk_done)
+
+    def end_room(self, room: int, *args, **kwargs) -> None:
+        """Wakes the chunks of the room that wait for staging memory."""
+        super().end_room(room, *args, **kwargs)
+        wake(self.watched_queues, room)
 
     def _write_granted(self, chunk, staging_buffer) -> bool | None:
-        """Write those parts of a chunk for which decode has granted memory; see `WatchedQueue`."""
-        infos = list(self.transfer_infos.get(chunk.room, {}).values())
-        if self.request_status.get(chunk.room) == KVPoll.Failed and any(info.names_prefix for info in infos):
-            # With an earlier chunk missing, the last one would still be reported as the end of a success.
+        """Write those parts of a chunk for which decode has granted memory; see `StagedQueue`."""
+        if not self._prepare(chunk):
             return None
+        infos = list(self.transfer_infos.get(chunk.room, {}).values())
         start, num_pages = chunk.index_slice.start, len(chunk.prefill_kv_indices)
         complete = True
         for info in infos if num_pages else []:
@@ -235,14 +265,9 @@ class StagingKVManager(Base):
         )
         return sent, False
 
-    @property
-    def _rank(self) -> int:
-        """The number by which decode tells the prefill ranks of a request apart; the engine's."""
-        return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
-
     def why_ungranted(self, room: int, infos: Iterable[TransferInfo]) -> str | None:
         """Why ``room`` will get no staging memory of decode any more, if so."""
-        waited = self.watched_queues.waited_s(room)
+        waited = waited_s(self.watched_queues, room)
         if waited < PATIENCE_S:
             return None
         if waited > self.bootstrap_timeout:
@@ -255,18 +280,37 @@ class StagingKVManager(Base):
         if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
             super()._prefetch_staging_reqs(room)
 
-    # ---- decode ----
 
-    def _init_staging_allocator(self) -> None:
-        """With a radix cache the engine does not offer the staging buffer by itself: see `_register_kv_args`.
+class TakesPieces(Base):
+    """The part of decode's manager that is about staging buffers. `conn.py` puts it before the core's."""
 
-        With MLA, which has no heads to tell apart, there is no buffer.
-        """
-        if self.has_radix and self.is_mla_backend:
-            return
-        super()._init_staging_allocator()
+    def __init__(self, *args, **kwargs):
+        """Adds the buffer. Before the engine's own, which starts the threads."""
+        # With the flag: the staging buffer, and the allocator by which the engine tells prefill of it.
+        self.staging: DeltaStaging | None = None
+        self.staging_offer: Any = None
+        super().__init__(*args, **kwargs)
+
+    def start_decode_thread(self) -> None:
+        """Takes messages about pieces."""
         if self.has_radix:
-            self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
+            self.server_socket = CheckedSocket(self.server_socket, self._check_on_decode)
+        super().start_decode_thread()
+
+    def _check_on_decode(self, frames: list[bytes]) -> bool:
+        """Take a message about a piece; whether it is about something else."""
+        if self.staging is None or not is_piece(frames):
+            return True
+        room = wire_int(frames[0], "room")
+        if room not in self.awaited_rooms:
+            logger.debug("Message for room %s, which nobody waits for", room)
+            return False
+        try:
+            self.on_piece(room, read_piece(frames))
+        except Exception as e:
+            logger.exception("Room %s: a piece of its KV is lost", room)
+            self.fail_room(room, f"prefill's KV cannot be used: {e}")
+        return False
 
     def set_kv_buffer_tensors(self, k_buffers: list, v_buffers: list, page_size: int) -> None:
         """Adds the books of decode's staging buffer, which need the KV pool."""

@@ -115,3 +115,26 @@ def test_the_digest_is_that_of_other_releases():
     k, v = ([torch.arange(64 * DIM, dtype=torch.int32).view(torch.float32).view(64, 1, DIM).clone()] for _ in range(2))
     digests = PageDigests(pool_of(k, v, 4))
     assert digests.claim(digests.of(pages(3, 1), 2)) == "0:73d79fa9348498c0"
+
+
+def test_stages_claim_their_layers_and_decode_wants_all():
+    generator = torch.Generator().manual_seed(0)
+    k, v = ([torch.randn((64, 4, 6), generator=generator) for _ in range(5)] for _ in "kv")
+
+    def of_layers(first: int, end: int, num_layers: int | None = 5) -> PageDigests:
+        pool = object.__new__(MHATokenToKVPool)
+        pool.k_buffer, pool.v_buffer, pool.page_size, pool.start_layer = k[first:end], v[first:end], 4, first
+        return PageDigests.of_rank(pool, 0, 1, 4, num_layers)
+
+    pages = np.array([3, 1], np.int32)
+    claims = [one.claim(one.of(pages)) for one in (of_layers(0, 2), of_layers(2, 5))]
+    assert [claim.split(":")[2] for claim in claims] == ["0-2", "2-5"]
+    whole = of_layers(0, 5, None)
+    # One stage, which has all layers, says what a worker without stages says.
+    assert whole.claim(whole.of(pages)).count(":") == 1
+    assert whole.difference(pages, claims) is None
+    assert whole.difference(pages, claims[::-1] * 2) is None
+    assert "no digest of KV head 0 from layer 2 on" in whole.difference(pages, claims[:1])
+    assert "no digest of KV head 0" in whole.difference(pages, claims[1:])
+    v[4][4, 2, 1] += 1
+    assert "KV head 2 is not what prefill sent" in whole.difference(pages, claims)

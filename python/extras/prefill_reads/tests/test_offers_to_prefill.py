@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_world import World, aborted
+from decode_world import aborted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped_loop import Loop, LoopEnds
+from overlapped_loop import LoopEnds
+from reading_worlds import OfferLoop, OfferWorld
 from sglang.srt import server_args
-from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
+from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks
 from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
-from sglang.srt.disaggregation.common.wire import DIGEST, OFFER, Offer, prefix_frames, split_offer
+from sglang.srt.disaggregation.common.wire import split_parts
 from sglang.srt.disaggregation.local_policy import Policy
-from sglang.srt.disaggregation.nixl.conn import TransferInfo
+from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer, TransferInfo
+from sglang.srt.disaggregation.offers import OFFER, Offer, least_read
+from test_nixl_wire import bare, sent_frames
 from test_step_in_flight import Play, scripts
 
 PAGE = 4
@@ -51,7 +54,7 @@ def test_what_is_offered_is_there_and_stays(page_size: int, local: bool, overlap
     def play(script: list, size: int) -> None:
         nonlocal offers
         sizes: dict[str, Any] = {"size": size, "page_size": page_size, "reserved": 0, "max_reqs": 4}
-        loop = Loop(options=LOCAL if local else None, overlap=overlap, **sizes)
+        loop = OfferLoop(options=LOCAL if local else None, overlap=overlap, **sizes)
         if local:
             loop.transfer.local.policy = Policy(most=6, slice=4, step=8, debt=24)
         loop.reads = page_size
@@ -68,7 +71,7 @@ def test_what_is_offered_is_there_and_stays(page_size: int, local: bool, overlap
 # ---- which ----
 
 
-def chat(world: World, **options: Any) -> Any:
+def chat(world: OfferWorld, **options: Any) -> Any:
     """A second turn: of its prompt decode holds 8 tokens of the first, which prefill has, and 4 of the answer."""
     prompt = [*range(20, 28)]
     first = world.arrive(prompt, max_new=5)
@@ -87,7 +90,7 @@ def chat(world: World, **options: Any) -> Any:
 
 
 def test_the_whole_prefix_is_offered_where_prefill_lacks_enough_of_it():
-    world = World(page_size=PAGE)
+    world = OfferWorld(page_size=PAGE)
     world.reads = 4
     receiver = chat(world)
     table = world.pool.req_to_token[receiver.req.req_pool_idx]
@@ -97,7 +100,7 @@ def test_the_whole_prefix_is_offered_where_prefill_lacks_enough_of_it():
 
 @pytest.mark.parametrize("why", ["prefill reads none", "less than that", "another TP size", "no prefix named"])
 def test_nothing_is_offered(why: str):
-    world = World(page_size=PAGE)
+    world = OfferWorld(page_size=PAGE)
     world.reads = {"prefill reads none": 0, "less than that": 5}.get(why, 4)
     world.prefill_tp = 2 if why == "another TP size" else 1
     receiver = chat(world, **({"peer_takes_prefix": False} if why == "no prefix named" else {}))
@@ -105,7 +108,7 @@ def test_nothing_is_offered(why: str):
 
 
 def test_what_prefill_has_sent_after_all_is_not_offered_again():
-    world = World(page_size=PAGE)
+    world = OfferWorld(page_size=PAGE)
     world.reads = 4
     receiver = chat(world)
     prompt = receiver.req.origin_input_ids
@@ -124,7 +127,7 @@ def test_what_prefill_has_sent_after_all_is_not_offered_again():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_flush_and_a_weight_update_wait_for_what_may_be_read(overlap: bool):
     """Of a request in quarantine a flush keeps what prefill may write to. Its prefix would go with the tree."""
-    loop = Loop(page_size=PAGE, size=64, reserved=0, max_reqs=4, overlap=overlap)
+    loop = OfferLoop(page_size=PAGE, size=64, reserved=0, max_reqs=4, overlap=overlap)
     loop.reads = PAGE
 
     def life() -> Iterator[None]:
@@ -148,14 +151,15 @@ def test_a_flush_and_a_weight_update_wait_for_what_may_be_read(overlap: bool):
         assert not scheduler.is_fully_idle() and not scheduler.flush_cache()
         # Who asks whether the worker is well need not wait.
         assert scheduler.is_fully_idle(for_health_check=True)
-        asked = loop.ask_for_update()
+        # With the extra for which it waits.
+        asked = [loop.ask_for_update()] if hasattr(scheduler, "update_if_idle") else []
         for _ in range(3):
             yield
             assert not loop.updated
         second.kv_receiver.quiet = True
-        while not loop.updated:
+        while len(loop.updated) < len(asked) or loop.transfer.quarantine:
             yield
-        assert loop.updated == [asked] and not loop.transfer.quarantine
+        assert loop.updated == asked and not loop.transfer.quarantine
 
     turns = life()
 
@@ -166,7 +170,7 @@ def test_a_flush_and_a_weight_update_wait_for_what_may_be_read(overlap: bool):
             raise LoopEnds from None
 
     loop.run(between)
-    assert loop.offers == 1 and loop.updated
+    assert loop.offers == 1 and len(loop.updated) == hasattr(loop.scheduler, "update_if_idle")
 
 
 # ---- the wire ----
@@ -178,22 +182,29 @@ def frames(*tail: bytes) -> list[bytes]:
     return [b"7", b"10.0.0.1", b"99", b"agent", pages, b"1", b"1", b"", b"8", b"0", *tail]
 
 
-@pytest.mark.parametrize("digest", [False, True])
-def test_an_offer_is_read_as_it_was_written(digest: bool):
+def test_an_offer_is_read_as_it_was_written():
     offer = Offer(np.array([5, 9], dtype=np.int32), 3)
-    written = prefix_frames(8, False, digest, offer)
-    assert written[-3:-1] == [OFFER, b"3"] and len(written) == 5 + digest
-    info = TransferInfo.from_zmq(frames(*written[2:]))
-    assert info.offer is not None and info.offer.pages.tolist() == [5, 9] and info.offer.weights == 3
-    assert info.wants_digest is digest and info.decode_prefix_len == 8 and info.dst_kv_indices.tolist() == [0, 1, 2]
+    written = offer.frames()
+    assert written[0] == b"3" and len(written) == 2
+    info = TransferInfo.from_zmq(frames(OFFER, *written))
+    read = info.parts[OFFER]
+    assert read.pages.tolist() == [5, 9] and read.weights == 3
+    assert info.decode_prefix_len == 8 and info.dst_kv_indices.tolist() == [0, 1, 2]
 
 
-def test_without_an_offer_no_byte_differs():
-    assert prefix_frames(8, False, True) == [b"8", b"0", DIGEST]
-    # A dummy rank is offered nothing.
-    assert prefix_frames(8, True, False, Offer(np.arange(2), 0)) == [b"8", b"1"]
-    assert TransferInfo.from_zmq(frames()).offer is None
-    assert TransferInfo.from_zmq(frames(DIGEST)).offer is None
+@pytest.mark.parametrize(("dummy", "offered"), [(False, False), (False, True), (True, True)])
+def test_the_message_has_an_offer_where_there_is_one(dummy: bool, offered: bool):
+    """A dummy rank is offered nothing."""
+    receiver, pages = bare(dummy), np.array([7], np.int32)
+    plain = sent_frames(receiver, lambda: receiver.send_metadata(pages, 3, None, decode_prefix_len=8))
+    receiver.kv_mgr.kv_weights = SimpleNamespace(current=lambda: 3)
+    receiver.offered = np.array([5, 9], dtype=np.int32) if offered else None
+    ours = sent_frames(receiver, lambda: receiver.send_metadata(pages, 3, None, decode_prefix_len=8))
+    more = [OFFER, b"3", np.array([5, 9], dtype="<i4").tobytes()] if offered and not dummy else []
+    assert ours == [[*frames, *more] for frames in plain]
+    # After an update nothing can be read.
+    receiver.kv_mgr.kv_weights = SimpleNamespace(current=lambda: None)
+    assert sent_frames(receiver, lambda: receiver.send_metadata(pages, 3, None, decode_prefix_len=8)) == plain
 
 
 @pytest.mark.parametrize(
@@ -203,9 +214,9 @@ def test_without_an_offer_no_byte_differs():
         ((OFFER, b"x", b""), "weights is not a number"),
         ((OFFER, b"-1", b""), "below 0"),
         ((OFFER, b"0", np.array([-1], dtype=np.int32).tobytes()), "below 0"),
-        ((b"other", b"0", b""), "10 or 11 frames"),
-        ((OFFER, b"0"), "10 or 11 frames"),
-        ((b"other", OFFER, b"0", b""), "unknown"),
+        ((b"other", b"0", b""), "10 frames.* has 13"),
+        ((OFFER, b"0"), "10 frames.* has 12"),
+        ((b"other", OFFER, b"0", b""), "10 frames.* has 11"),
     ],
 )
 def test_an_offer_that_cannot_be_read_is_refused(tail: tuple[bytes, ...], why: str):
@@ -215,18 +226,30 @@ def test_an_offer_that_cannot_be_read_is_refused(tail: tuple[bytes, ...], why: s
 
 def test_a_message_of_the_engine_is_no_offer():
     message = frames()[:8]
-    assert split_offer(message) == (message, None)
+    assert split_parts(message) == (message, {})
 
 
 @pytest.mark.parametrize("least", [None, 64])
 def test_prefill_says_that_it_reads_only_with_the_option(monkeypatch: pytest.MonkeyPatch, least: int | None):
     args = SimpleNamespace(disaggregation_prefill_read_decode=least, speculative_algorithm=None)
     monkeypatch.setattr(server_args, "_global_server_args", args)
-    answer = asyncio.run(capabilities(1, 1, 1, True, True, True, RegisteredRanks().timeouts()))
+    server = object.__new__(NixlKVBootstrapServer)
+    server.attn_cp_size = server.pp_size = 1
+    server.ranks, server._all_have_come = RegisteredRanks(), lambda: True
+    answer = asyncio.run(server._capabilities())
     assert answer.get("reads") == least and ("reads" in answer) is (least is not None)
-    assert parse_capabilities(answer, False).reads == (least or 0)
-    # Its KV alone is not all that such a model's prefix has.
-    assert parse_capabilities(answer, True).reads == 0
-    assert parse_capabilities(answer | {"version": 0}, False).reads == 0
+    manager = SimpleNamespace(attn_tp_size=1, has_state=False)
+    manager.prefill_info_table = {"p": SimpleNamespace(attn_tp_size=1)}
+    receiver = SimpleNamespace(offered=None, bootstrap_addr="p", kv_mgr=manager)
+
+    def reads(answer: dict) -> int:
+        manager.prefills = SimpleNamespace(of=lambda addr: parse_capabilities(answer))
+        return least_read(receiver)
+
+    assert reads(answer) == (least or 0)
+    assert reads(answer | {"version": 0}) == 0
     for what in ("64", [1], -1, 1.5):
-        assert parse_capabilities(answer | {"reads": what}, False).reads == 0
+        assert reads(answer | {"reads": what}) == 0
+    # Its KV alone is not all that such a model's prefix has.
+    manager.has_state = True
+    assert reads(answer) == 0

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.wire import Offer, asks_for_nothing
+from sglang.srt.disaggregation.common.wire import asks_for_nothing
 from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl.page_reads import PageReads
+from sglang.srt.disaggregation.offers import OFFER, Offer
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_support import READ_FLAG, check_tree
+from sglang.srt.mem_cache.cache_support import check_tree
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.read_support import READ_FLAG
 from sglang.srt.observability.read_metrics import ReadCounters
 
 if TYPE_CHECKING:
@@ -223,7 +225,7 @@ class DecodeReads:
     def source_of(self, asked: Mapping[str, Any], read: DecodeRead) -> Source | None:
         """Where decode has the KV of a prompt's prefix; None if it offers none that can be read here."""
         wanted = [info for info in asked.values() if not asks_for_nothing(info)]
-        offer: Offer | None = wanted[0].offer if len(wanted) == 1 else None
+        offer: Offer | None = wanted[0].parts.get(OFFER) if len(wanted) == 1 else None
         if offer is None or not self._reader.fits(wanted[0].agent_name):
             return None
         name = wanted[0].agent_name

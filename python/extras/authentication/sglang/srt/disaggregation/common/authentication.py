@@ -27,6 +27,9 @@ from typing import Any
 
 import requests
 from aiohttp import web
+from sglang.srt.disaggregation.common.bootstrap_routes import BootstrapRequests, unreadable
+from sglang.srt.disaggregation.common.prefill_peers import NotTrusted
+from sglang.srt.disaggregation.decode_radix import hooks
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +177,6 @@ def _of_request(method: str, path: str, body: bytes) -> list[bytes]:
     return [method.encode(), path.encode(), body]
 
 
-class NotTrusted(requests.RequestException):
-    """A bootstrap server and this worker have not the same secret."""
-
-
 class SignedCall:
     """One request to a bootstrap server: with a secret it is signed, and only a signed answer to it is believed."""
 
@@ -199,6 +198,17 @@ class SignedCall:
             ) from None
 
 
+class CallHooks(hooks.CallHooks):
+    """Signs what workers tell each other over HTTP, where there is a secret."""
+
+    def signs(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
+        """A header, and a check of the answer."""
+        call = SignedCall(method, path, body)
+        return call.headers, call.check
+
+
 class _Signed(requests.auth.AuthBase):
     """`SignedCall` for what the engine sends."""
 
@@ -217,11 +227,8 @@ def _auth() -> dict[str, Any]:
     return {} if secret() is None else {"auth": _Signed()}
 
 
-class SignedRequests:
-    """Stands for the module ``requests`` where the engine asks a bootstrap server: with a secret, it signs."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(requests, name)
+class SignedRequests(BootstrapRequests):
+    """Signs questions to bootstrap servers where there is a secret."""
 
     def get(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.get``."""
@@ -229,20 +236,11 @@ class SignedRequests:
 
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``."""
-        return requests.put(url, **kwargs, **_auth())
+        return super().put(url, **kwargs, **_auth())
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.post``."""
-        return requests.post(url, **kwargs, **_auth())
-
-
-def unreadable(request: web.Request, error: Exception) -> web.Response:
-    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
-    reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
-    # Or aiohttp reads what is left of it, and has the same error.
-    request.content.feed_eof()
-    reply.force_close()
-    return reply
+        return super().post(url, **kwargs, **_auth())
 
 
 def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
-from prefill_loop import PAGE, POOL, PrefillLoop, PrefillScheduler
+from prefill_loop import PAGE, POOL, PrefillScheduler
+from reading_worlds import ReadLoop
 from sglang.srt.disaggregation import decode_reads
 from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
@@ -24,11 +25,11 @@ LOOPS = [(1, False), (2, True)]
 
 
 @pytest.fixture(params=LOOPS, ids=[f"tp{ranks}-{'overlap' if overlap else 'normal'}" for ranks, overlap in LOOPS])
-def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PrefillLoop:
-    return PrefillLoop(monkeypatch, *request.param, reads=LEAST)
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ReadLoop:
+    return ReadLoop(monkeypatch, *request.param, reads=LEAST)
 
 
-def reads(loop: PrefillLoop, rank: int | None = None) -> list[nixl_wire.Transfer]:
+def reads(loop: ReadLoop, rank: int | None = None) -> list[nixl_wire.Transfer]:
     """The reads that have been posted, of a rank or all."""
     names = [one.agent.name for one in loop.wire.prefill]
     posted = [t for t in loop.wire.wire.transfers if t.kind == "READ"]
@@ -40,12 +41,12 @@ def computed(scheduler: PrefillScheduler, room: int) -> int:
     return sum(step.get(f"request-{room}", 0) for step in scheduler.steps)
 
 
-def finish(loop: PrefillLoop) -> None:
+def finish(loop: ReadLoop) -> None:
     for transfer in loop.wire.wire.transfers:
         transfer.finish()
 
 
-def assert_served(loop: PrefillLoop, *rooms: int) -> None:
+def assert_served(loop: ReadLoop, *rooms: int) -> None:
     """All of them have been answered well, and nothing is held."""
     for scheduler in loop.schedulers:
         ended = {req.bootstrap_room: req.finished_reason for req, _ in scheduler.told}
@@ -59,11 +60,11 @@ def assert_rests(scheduler: PrefillScheduler) -> None:
     scheduler.assert_nothing_held()
 
 
-def hold_reads(loop: PrefillLoop) -> None:
+def hold_reads(loop: ReadLoop) -> None:
     loop.wire.wire.held = True
 
 
-def test_only_what_is_new_is_computed(loop: PrefillLoop):
+def test_only_what_is_new_is_computed(loop: ReadLoop):
     loop.arrive(100, ROOM, held=80)
     loop.run(12)
     for scheduler in loop.schedulers:
@@ -72,7 +73,7 @@ def test_only_what_is_new_is_computed(loop: PrefillLoop):
     assert_served(loop, ROOM)
 
 
-def test_the_pages_read_are_those_that_are_lacking(loop: PrefillLoop):
+def test_the_pages_read_are_those_that_are_lacking(loop: ReadLoop):
     """The first part of the prompt it has computed for another request."""
     loop.arrive(48, OTHER, token=9)
     loop.run(8)
@@ -101,7 +102,7 @@ def test_the_pages_read_are_those_that_are_lacking(loop: PrefillLoop):
     assert_served(loop, OTHER, ROOM)
 
 
-def test_others_go_first_while_it_is_read(loop: PrefillLoop):
+def test_others_go_first_while_it_is_read(loop: ReadLoop):
     loop.arrive(100, ROOM, held=80)
     hold_reads(loop)
 
@@ -121,7 +122,7 @@ def test_others_go_first_while_it_is_read(loop: PrefillLoop):
     assert_served(loop, ROOM, OTHER)
 
 
-def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+def test_one_that_is_late_is_computed(loop: ReadLoop, monkeypatch: pytest.MonkeyPatch):
     """Its pages are given back when NIXL says that nothing is written to them, in one step on all ranks."""
     monkeypatch.setattr(decode_reads, "LATE_S", 0.0)
     loop.arrive(100, ROOM, held=80)
@@ -146,7 +147,7 @@ def test_one_that_is_late_is_computed(loop: PrefillLoop, monkeypatch: pytest.Mon
     assert_served(loop, ROOM)
 
 
-def test_after_a_late_one_nothing_is_read_from_there_for_a_while(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+def test_after_a_late_one_nothing_is_read_from_there_for_a_while(loop: ReadLoop, monkeypatch: pytest.MonkeyPatch):
     """On one rank: then on none, and none waits for it."""
     ended: list[str] = []
     held = [scheduler.disagg_prefill_bootstrap_queue.reads for scheduler in loop.schedulers]
@@ -175,7 +176,7 @@ def test_after_a_late_one_nothing_is_read_from_there_for_a_while(loop: PrefillLo
     assert_served(loop, ROOM, OTHER, THIRD)
 
 
-def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop):
+def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: ReadLoop):
     buffers = [scheduler.req_to_metadata_buffer_idx_allocator for scheduler in loop.schedulers]
     taken = [[each.alloc() for _ in range(each.available_size())] for each in buffers]
     loop.arrive(100, ROOM, held=80)
@@ -193,7 +194,7 @@ def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: PrefillLoop
 
 
 @pytest.mark.parametrize("how", ["posted", "later", "refused"])
-def test_what_cannot_be_read_on_one_rank_is_read_on_none(loop: PrefillLoop, how: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_read_on_one_rank_is_read_on_none(loop: ReadLoop, how: str, monkeypatch: pytest.MonkeyPatch):
     agent = loop.wire.prefill[-1].agent
     if how == "refused":
         monkeypatch.setattr(agent, "initialize_xfer", lambda *args: _raise_or_write(agent, *args))
@@ -220,14 +221,14 @@ def _raise_or_write(agent: nixl_wire.Agent, kind: str, *args: Any) -> nixl_wire.
     return nixl_wire.Agent.initialize_xfer(agent, kind, *args)
 
 
-def test_what_one_rank_is_not_offered_is_read_on_none(loop: PrefillLoop):
+def test_what_one_rank_is_not_offered_is_read_on_none(loop: ReadLoop):
     """Its decode rank shook hands with this prefill before it had been started with the option."""
     reqs = loop.arrive(100, ROOM, asked=False, held=80)
     wire = loop.not_asked
     assert wire is not None
     wire.start_decode()
     for receiver in wire.receivers[:-1]:
-        receiver.offered = wire.offered
+        receiver.offered = loop.pages[wire.room]
     wire.ask()
     for req in reqs:
         nixl_wire.until(lambda req=req: req.disagg_kv_sender.poll() >= 2, "decode has asked")
@@ -239,7 +240,7 @@ def test_what_one_rank_is_not_offered_is_read_on_none(loop: PrefillLoop):
 
 
 @pytest.mark.parametrize("how", ["aborted", "decode gone", "computed by decode", "given up"])
-def test_a_request_that_ends_while_it_is_read(loop: PrefillLoop, how: str):
+def test_a_request_that_ends_while_it_is_read(loop: ReadLoop, how: str):
     """Nothing of it enters the tree, and its pages stay out of others' hands until the read is over."""
     loop.arrive(100, ROOM, held=80)
     hold_reads(loop)
@@ -272,7 +273,7 @@ def test_a_request_that_ends_while_it_is_read(loop: PrefillLoop, how: str):
         assert_rests(scheduler)
 
 
-def test_what_has_come_when_decode_must_have_given_up_is_not_taken(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
+def test_what_has_come_when_decode_must_have_given_up_is_not_taken(loop: ReadLoop, monkeypatch: pytest.MonkeyPatch):
     """This worker stands still while it looks at a read, for as long as decode waits; then the read is over."""
     loop.arrive(100, ROOM, held=80)
     hold_reads(loop)
@@ -294,14 +295,14 @@ def test_what_has_come_when_decode_must_have_given_up_is_not_taken(loop: Prefill
         assert_rests(scheduler)
 
 
-def test_too_little_is_not_read(loop: PrefillLoop):
+def test_too_little_is_not_read(loop: ReadLoop):
     loop.arrive(100, ROOM, held=LEAST - PAGE)
     loop.run(14)
     assert not reads(loop)
     assert_served(loop, ROOM)
 
 
-def test_without_memory_it_is_computed(loop: PrefillLoop):
+def test_without_memory_it_is_computed(loop: ReadLoop):
     """At most half of the pool is taken for reads at once."""
     hold_reads(loop)
     loop.arrive(220, ROOM, held=200)
@@ -322,7 +323,7 @@ def test_without_memory_it_is_computed(loop: PrefillLoop):
 
 @pytest.mark.parametrize("how", ["read", "aborted", "late", "no memory"])
 def test_what_prefill_has_of_it_is_locked_for_as_long_as_the_rest_is_read(
-    loop: PrefillLoop, how: str, monkeypatch: pytest.MonkeyPatch
+    loop: ReadLoop, how: str, monkeypatch: pytest.MonkeyPatch
 ):
     """What is read is put behind it in the tree, and would otherwise be put behind what others have got by then."""
     loop.arrive(48, OTHER, token=9)
@@ -349,7 +350,7 @@ def test_what_prefill_has_of_it_is_locked_for_as_long_as_the_rest_is_read(
         assert_rests(scheduler)
 
 
-def test_what_is_cached_goes_for_it(loop: PrefillLoop):
+def test_what_is_cached_goes_for_it(loop: ReadLoop):
     for room in (OTHER, THIRD):
         loop.arrive(240, room)
     loop.run(50)
@@ -360,7 +361,7 @@ def test_what_is_cached_goes_for_it(loop: PrefillLoop):
     assert_served(loop, OTHER, THIRD, ROOM)
 
 
-def test_two_that_read_the_same(loop: PrefillLoop):
+def test_two_that_read_the_same(loop: ReadLoop):
     """The second finds the first's in the tree when its own has been read, and gives its pages back."""
     loop.arrive(100, ROOM, held=80, token=9)
     loop.arrive(96, OTHER, held=80, token=9)
@@ -372,7 +373,7 @@ def test_two_that_read_the_same(loop: PrefillLoop):
 
 
 @pytest.mark.parametrize("theirs, ours", [(1, 2), (None, 1), (1, None), (None, None)])
-def test_kv_of_other_weights_is_not_read(loop: PrefillLoop, theirs: int | None, ours: int | None, caplog):
+def test_kv_of_other_weights_is_not_read(loop: ReadLoop, theirs: int | None, ours: int | None, caplog):
     """None: updated. Of which nothing is offered; of what is, it is counted, and told once until they are alike."""
     counted = count_outcomes(loop)
     set_weights(loop, ours, theirs)
@@ -392,7 +393,7 @@ def test_kv_of_other_weights_is_not_read(loop: PrefillLoop, theirs: int | None, 
     assert_served(loop, ROOM, OTHER, THIRD)
 
 
-def count_outcomes(loop: PrefillLoop) -> list[list[str]]:
+def count_outcomes(loop: ReadLoop) -> list[list[str]]:
     """Of each rank what comes of its reads from here on."""
     counted: list[list[str]] = []
     for scheduler in loop.schedulers:
@@ -403,13 +404,13 @@ def count_outcomes(loop: PrefillLoop) -> list[list[str]]:
     return counted
 
 
-def set_weights(loop: PrefillLoop, ours: int | None, theirs: int | None) -> None:
+def set_weights(loop: ReadLoop, ours: int | None, theirs: int | None) -> None:
     for ranks, weights in ((loop.wire.prefill, ours), (loop.wire.decode, theirs)):
         for rank in ranks:
             rank.manager.kv_weights = SimpleNamespace(current=lambda weights=weights: weights)
 
 
-def test_what_is_read_is_for_requests_of_the_same_salt(loop: PrefillLoop):
+def test_what_is_read_is_for_requests_of_the_same_salt(loop: ReadLoop):
     """Of tenants, or of adapters: what tells the KV of the same tokens apart."""
     loop.arrive(100, ROOM, held=80, token=9, salt="one")
     loop.run(12)
@@ -422,7 +423,7 @@ def test_what_is_read_is_for_requests_of_the_same_salt(loop: PrefillLoop):
     assert_served(loop, ROOM, OTHER, THIRD)
 
 
-def test_what_has_been_read_stays_until_it_is_used(loop: PrefillLoop):
+def test_what_has_been_read_stays_until_it_is_used(loop: ReadLoop):
     """While others are computed that would have it evicted."""
     loop.arrive(400, OTHER)
     loop.arrive(100, ROOM, held=80)
@@ -440,7 +441,7 @@ def test_what_has_been_read_stays_until_it_is_used(loop: PrefillLoop):
     assert_served(loop, OTHER, ROOM)
 
 
-def test_what_has_been_read_gives_way_to_who_waits_before_it(loop: PrefillLoop):
+def test_what_has_been_read_gives_way_to_who_waits_before_it(loop: ReadLoop):
     """Nothing runs that would end, and what is locked for the second is what the first one lacks."""
     loop.arrive(40, THIRD)
     loop.arrive(POOL - 60, OTHER)
@@ -459,7 +460,7 @@ def test_what_has_been_read_gives_way_to_who_waits_before_it(loop: PrefillLoop):
 
 
 @pytest.mark.parametrize("readers", [0, 2], ids=["without reads", "with reads"])
-def test_a_transfer_that_stands_still_stops_nobody_who_waits(loop: PrefillLoop, readers: int):
+def test_a_transfer_that_stands_still_stops_nobody_who_waits(loop: ReadLoop, readers: int):
     """It may for as long as decode waits. What is locked for those behind the first one is what that one lacks."""
     loop.arrive(20, THIRD)
     loop.wire.wire.held = True
@@ -484,7 +485,7 @@ def test_a_transfer_that_stands_still_stops_nobody_who_waits(loop: PrefillLoop, 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_who_waits_for_memory_does_not_wait_for_all_that_come_to_read(monkeypatch: pytest.MonkeyPatch, overlap: bool):
     """It wants more than reads leave of the pool, and there is always one more of these."""
-    loop = PrefillLoop(monkeypatch, 1, overlap, reads=LEAST)
+    loop = ReadLoop(monkeypatch, 1, overlap, reads=LEAST)
     loop.arrive(40, THIRD)
     loop.arrive(POOL - 60, OTHER)
     hold_reads(loop)
@@ -511,7 +512,7 @@ def test_who_waits_for_memory_does_not_wait_for_all_that_come_to_read(monkeypatc
 
 
 def test_pages_that_a_step_in_flight_may_write_to_are_read_into_when_it_is_over(monkeypatch: pytest.MonkeyPatch):
-    loop = PrefillLoop(monkeypatch, 1, True, reads=LEAST)
+    loop = ReadLoop(monkeypatch, 1, True, reads=LEAST)
     loop.arrive(64, OTHER)
     posted: list[tuple[int, int]] = []
 
@@ -527,7 +528,7 @@ def test_pages_that_a_step_in_flight_may_write_to_are_read_into_when_it_is_over(
     assert_served(loop, OTHER, ROOM)
 
 
-def test_a_flush_waits_for_a_read(loop: PrefillLoop):
+def test_a_flush_waits_for_a_read(loop: ReadLoop):
     """And a weight update, which takes requests that have not begun for none."""
     loop.arrive(100, ROOM, held=80)
     hold_reads(loop)
@@ -545,7 +546,7 @@ def test_a_flush_waits_for_a_read(loop: PrefillLoop):
     assert all(scheduler.flush_cache() for scheduler in loop.schedulers)
 
 
-def test_an_offer_that_cannot_be_right_fails_its_request(loop: PrefillLoop):
+def test_an_offer_that_cannot_be_right_fails_its_request(loop: ReadLoop):
     loop.arrive(100, ROOM, asked=False, held=80)
     wire = loop.not_asked
     assert wire is not None
@@ -562,7 +563,7 @@ def test_an_offer_that_cannot_be_right_fails_its_request(loop: PrefillLoop):
         assert_rests(scheduler)
 
 
-def test_a_word_that_decode_computes_it_ends_what_was_read(loop: PrefillLoop):
+def test_a_word_that_decode_computes_it_ends_what_was_read(loop: ReadLoop):
     """It comes when all has been read and the request waits for its turn."""
     loop.arrive(200, OTHER)
     loop.arrive(100, ROOM, held=80)
@@ -581,7 +582,7 @@ def test_a_word_that_decode_computes_it_ends_what_was_read(loop: PrefillLoop):
         assert_rests(scheduler)
 
 
-def test_a_health_check_is_answered_while_it_is_read(loop: PrefillLoop):
+def test_a_health_check_is_answered_while_it_is_read(loop: ReadLoop):
     """Nothing is computed that would answer it in passing, and a decode worker may stand still for long."""
     loop.arrive(100, ROOM, held=80)
     hold_reads(loop)
@@ -620,7 +621,7 @@ def test_a_read_that_cannot_be_posted_gives_its_handle_back(raises: bool):
 
 def test_a_read_in_too_many_runs_is_not_posted(monkeypatch: pytest.MonkeyPatch):
     """It would hold the scheduler up: the request is computed, on all ranks."""
-    loop = PrefillLoop(monkeypatch, 2, True, reads=LEAST)
+    loop = ReadLoop(monkeypatch, 2, True, reads=LEAST)
     monkeypatch.setattr(page_reads, "MOST_REGIONS", 1)
     loop.arrive(100, ROOM, held=80)
     loop.run(14)
@@ -632,7 +633,7 @@ def test_a_read_in_too_many_runs_is_not_posted(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch, ranks: int):
     """That of a request that comes with others is posted a turn later, and none goes without."""
-    loop = PrefillLoop(monkeypatch, ranks, True, reads=LEAST)
+    loop = ReadLoop(monkeypatch, ranks, True, reads=LEAST)
     monkeypatch.setattr(page_reads, "MOST_REGIONS", 5)
     rooms = [ROOM + 10 + i for i in range(3)]
     hold_reads(loop)
@@ -651,7 +652,7 @@ def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("order", "held"), [("priority", 80), ("lpm", 80), ("lpm", 0)])
-def test_who_may_overtake_does_not_wait_to_read(loop: PrefillLoop, order: str, held: int):
+def test_who_may_overtake_does_not_wait_to_read(loop: ReadLoop, order: str, held: int):
     """The first one waits for memory, for as long as a transfer stands still: no read begins, but others may."""
 
     def arrive(prompt_len: int, room: int, priority: int, **options: Any) -> None:

@@ -1,0 +1,102 @@
+"""Digests of pages on the wire: decode asks for them, prefill says that it can and sends them, decode compares.
+
+Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import conn as engine
+from sglang.srt.disaggregation.common import prefill_peers
+from sglang.srt.disaggregation.decode_radix import hooks
+from sglang.srt.disaggregation.page_digest import DIGESTS, PageDigests, sends_digests
+from sglang.srt.observability import failure_causes
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
+
+# Frame behind those of the prefix in decode's request for KV: it wants a digest of what is sent.
+DIGEST = b"digest"
+
+
+def _write(receiver: Any, kv_indices: npt.NDArray[np.int32]) -> list[bytes] | None:
+    """Ask prefill for a digest of the delta, which is then compared when it has arrived."""
+    manager = receiver.kv_mgr
+    if getattr(manager, "page_digests", None) is None or not len(kv_indices):
+        return None
+    if not sends_digests(manager.prefills.of(receiver.bootstrap_addr)):
+        return None
+    receiver.digest_pages = kv_indices
+    return []
+
+
+def _answer(sender: Any, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool) -> str | None:
+    """Add a chunk to the digest of what is sent; with the last one, what to tell of it."""
+    digests: PageDigests | None = getattr(sender.kv_mgr, "page_digests", None)
+    if digests is None:
+        raise ValueError("decode asks for digests of pages, which this prefill's KV pool does not have")
+    part = digests.of(kv_indices, first_page)
+    sender.digests = part if sender.digests is None else sender.digests + part
+    return digests.claim(sender.digests) if is_last else None
+
+
+hooks.add_part(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
+for name in DIGESTS:
+    prefill_peers.listen_for(name)
+failure_causes.add("digest", "is not what prefill sent|no digest of|the digest that prefill sent")
+failure_causes.add("mismatch", "asks for digests")
+
+
+class CommonKVManager(engine.CommonKVManager):
+    """Has this worker's own digests of pages, which the queue that makes it sets."""
+
+    def met_prefill(self, addr: str) -> None:
+        """Warns of one whose KV cannot be verified."""
+        super().met_prefill(addr)
+        if getattr(self, "page_digests", None) is not None and not sends_digests(self.prefills.of(addr)):
+            logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
+
+
+class CommonKVSender(engine.CommonKVSender):
+    """Knows the digests of what has been sent so far."""
+
+    # Of the chunks sent so far, when decode asked for it.
+    digests: torch.Tensor | None = None
+
+
+class CommonKVReceiver(engine.CommonKVReceiver):
+    """Compares what has arrived with what prefill says that it sent."""
+
+    # The delta, from when prefill is asked for a digest of it until that has been found right.
+    digest_pages: npt.NDArray[np.int32] | None = None
+
+    def once_metadata_landed(self, state: KVPoll) -> KVPoll:
+        """Adds that the pages are as they were sent."""
+        state = super().once_metadata_landed(state)
+        if state != KVPoll.Success or self.digest_pages is None:
+            return state
+        manager = self.kv_mgr
+        wrong = manager.page_digests.difference(self.digest_pages, self.answers(DIGEST))
+        if wrong is not None:
+            manager.digest_counters.mismatched()
+            manager.record_failure(self.bootstrap_room, wrong)
+            return KVPoll.Failed
+        self.digest_pages = None
+        return state
+
+
+class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
+    """Says that its prefill can send digests."""
+
+    async def _capabilities(self) -> dict[str, Any]:
+        """A worker that knows no pipeline stages would not read their digests."""
+        answer = await super()._capabilities()
+        before = {name: answer[name] for name in ("version", "pieces") if name in answer}
+        return before | {DIGESTS[self.pp_size > 1]: int(self.decode_prefix_version > 0)} | answer

@@ -1,0 +1,44 @@
+"""The option by which decode verifies pages.
+
+Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from sglang.srt import server_args as engine
+from sglang.srt.mem_cache import cache_support
+from sglang.srt.mem_cache.cache_support import FLAG, WINDOWS, Rule
+
+__all__ = ["ServerArgs"]
+
+OPTION = "--disaggregation-decode-verify-pages"
+cache_support.add(
+    WINDOWS, Rule(f"{OPTION}, whose digests leave windows out", lambda args: args.disaggregation_decode_verify_pages)
+)
+
+
+@dataclasses.dataclass
+class ServerArgs(engine.ServerArgs):
+    """Server arguments, and whether decode verifies pages."""
+
+    disaggregation_decode_verify_pages: bool = False
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds the option to the engine's."""
+        engine.ServerArgs.add_cli_args(parser)
+        parser.add_argument(
+            OPTION,
+            action="store_true",
+            help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
+            "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
+        )
+
+    def _handle_pd_disaggregation(self) -> None:
+        """Adds that the option needs the flag."""
+        if self.disaggregation_decode_verify_pages and not self.disaggregation_decode_enable_radix_cache:
+            raise ValueError(f"{OPTION} needs {FLAG}. Give both to the decode worker.")
+        super()._handle_pd_disaggregation()

@@ -1,0 +1,23 @@
+"""A decode worker that lets prefill read what it lacks; see offers.py.
+
+Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
+"""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation import decode as engine
+from sglang.srt.disaggregation.decode_radix import hooks
+from sglang.srt.disaggregation.kv_weights import know_weights
+from sglang.srt.disaggregation.offers import OfferHooks
+
+__all__ = ["DecodePreallocQueue"]
+
+hooks.register(hooks.DecodeHooks, OfferHooks)
+
+
+class DecodePreallocQueue(engine.DecodePreallocQueue):
+    """The queue that makes a decode rank's transfer manager."""
+
+    def _init_kv_manager(self):
+        """Adds of which weights its KV is."""
+        return know_weights(super()._init_kv_manager(), self.scheduler)

@@ -1,0 +1,82 @@
+"""The transfer queue of a prefill worker over Mooncake, where chunks may wait for decode's staging buffer.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
+
+
+class StagedQueue(WatchedQueue):
+    """Chunks of which something has to go through decode's staging buffer wait here until decode has granted it.
+
+    Others pass. prepare: writes what can be written of a chunk by way of that buffer; True when nothing is left of it
+    there, None when the chunk must not be sent at all.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        # Chunks by room, in order, and since when each room waits; rooms of which something may have become ready.
+        self.waiting: dict[int, deque] = {}
+        self.since: dict[int, float] = {}
+        self.news: deque[int] = deque()
+
+    def get(self):
+        """The next chunk. To ask for it means to be done with the last one."""
+        self._finish()
+        while True:
+            if not self.news:
+                item = self.queue.get()
+                if not isinstance(item, int):
+                    self.since.setdefault(item.room, time.monotonic())
+                    self.waiting.setdefault(item.room, deque()).append(item)
+                self.news.append(item if isinstance(item, int) else item.room)
+            chunk = self._first_ready(self.news[0])
+            if chunk is not None:
+                self._begin(chunk.room)
+                self.chunk = chunk
+                return chunk
+            self.news.popleft()
+
+    def _first_ready(self, room: int):
+        """The first chunk of ``room`` if nothing of it waits for staging memory; writes what has got some."""
+        chunks = self.waiting.get(room, deque())
+        self._begin(room)
+        # Also of those behind the first: what decode has granted must not wait for anything.
+        done = [self.prepare(chunk) for chunk in chunks]
+        self._rest()
+        while chunks and done[0] is not False:
+            self.since[room] = time.monotonic()
+            chunk = chunks.popleft()
+            if not chunks:
+                del self.waiting[room], self.since[room]
+            if done.pop(0):
+                return chunk
+            self.done(room)
+        return None
+
+    def wake(self, room: int) -> None:
+        """Have the worker look again at what waits of ``room``."""
+        if room in self.waiting:
+            self.queue.put(room)
+
+
+def _staged(queues: WatchedQueues) -> Iterable[StagedQueue]:
+    return (watched for watched in queues.all if isinstance(watched, StagedQueue))
+
+
+def wake(queues: WatchedQueues, room: int) -> None:
+    """Have the workers look again at what waits of ``room``."""
+    for watched in _staged(queues):
+        watched.wake(room)
+
+
+def waited_s(queues: WatchedQueues, room: int) -> float:
+    """Seconds for which something of ``room`` has waited for staging memory."""
+    waits = [at for watched in _staged(queues) if (at := watched.since.get(room)) is not None]
+    return time.monotonic() - min(waits) if waits else 0.0
