@@ -23,8 +23,6 @@ class ReqState(engine.ReqState):
     """The state of one prompt, which knows whether the scheduler has been told of it."""
 
     sent: bool = False
-    # Of what was sent.
-    prompt_tokens: int = 0
 
 
 class TokenizerManager(RefusedRequests, engine.TokenizerManager):

@@ -384,6 +384,8 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
         version = self.decode_prefix_version if self.ranks.take_prefix else 0
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(
-            version, cp_size, self.pp_size, self.hears_of_waiting, self.ranks.timeouts(), self.ranks.devices()
-        )
+        return await capabilities(version, cp_size, self.hears_of_waiting, self._said_by_ranks())
+
+    def _said_by_ranks(self) -> dict[str, Any]:
+        """What is said in the name of all ranks."""
+        return self.ranks.timeouts()
