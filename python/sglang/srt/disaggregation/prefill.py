@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from functools import cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
-from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
@@ -52,7 +50,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
-            req.disagg_kv_sender.own_prompt = cache(partial(prompt_digests, req))
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
 
@@ -253,8 +250,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
             # The last of several pipeline stages, with --pp-async-batch-depth, goes on without having waited for it.
             self.launch_event.synchronize()
-        if last_chunk:
-            say_images(req, self.disagg_metadata_buffers)
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:
             super().send_kv_chunk(req, last_chunk, end_idx)
