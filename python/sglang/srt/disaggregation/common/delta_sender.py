@@ -169,9 +169,6 @@ class DeltaSender(Base):
     prompt_len: int | None = None
     # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
     is_cut: bool = False
-    # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
-    # has become of it here meanwhile: they must run the same batches.
-    agreed: bool = False
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew.
