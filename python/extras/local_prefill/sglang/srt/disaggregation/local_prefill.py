@@ -23,8 +23,9 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy
-from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
+from sglang.srt.disaggregation.peer_calls import tell
 from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
@@ -198,7 +199,7 @@ class LocalPrefills(DeltaSource):
     def lets(self, decode_req: DecodeRequest) -> bool:
         """Whether its prefill drops a request that is computed here."""
         receiver = decode_req.kv_receiver
-        drops: bool = receiver.kv_mgr.prefills.drops(receiver.bootstrap_addr)
+        drops: bool = receiver.kv_mgr.drops(receiver.bootstrap_addr)
         return drops
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
