@@ -27,7 +27,7 @@ class ServerArgs(engine.ServerArgs):
         """Adds the option."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
-            OPTION,
+            "--disaggregation-decode-local-prefill",
             metavar="off|auto|N",
             help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
             "place of asking prefill for it. auto, the default: up to 128 tokens, as often as decode steps hardly "
