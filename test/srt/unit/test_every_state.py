@@ -961,24 +961,6 @@ def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: B
     bench.assert_books_closed()
 
 
-@pytest.mark.parametrize("theirs, own", [(None, "EAGLE"), ("EAGLE", None), ("another draft", "EAGLE3")])
-def test_a_prefill_that_does_not_speculate_alike_is_said_so(
-    bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch, theirs: str | None, own: str | None
-):
-    """Its pages would bring no KV for this worker's drafts, which tokens do not show."""
-    (port,) = free_ports(1)
-    answer = {"version": 1, "pieces": 0, "state": 1, **({"drafts": theirs} if theirs else {})}
-    if theirs == "another draft":
-        answer |= {"drafts": own, "draft_model": theirs}
-        monkeypatch.setitem(CODE, "describe_draft", lambda server_args: "this draft")
-    reply = SimpleNamespace(status_code=200, json=lambda: answer)
-    monkeypatch.setattr(bench.manager.prefills, "_get", lambda *args, **kwargs: reply)
-    monkeypatch.setattr(bench.manager.server_args, "speculative_algorithm", own, raising=False)
-    req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
-    assert timed(bench, req) < 12
-    assert "this decode worker" in req.finished_reason.message and (theirs or "nothing") in req.finished_reason.message
-
-
 # ---- how long it takes prefill to know that a decode worker is gone ----
 
 

@@ -271,11 +271,6 @@ def test_an_answer_that_says_nothing_is_asked_for_again(status, body):
     assert version is None and not found
 
 
-def test_one_that_speculates_otherwise_is_of_no_use():
-    with pytest.raises(ValueError, match="speculates with EAGLE and this decode worker with nothing"):
-        ask(200, {"version": DECODE_PREFIX_VERSION, "drafts": "EAGLE"})
-
-
 @pytest.mark.parametrize("named", ["waiting_timeout", "bootstrap_timeout"])
 def test_a_prefill_says_for_how_long_it_waits(monkeypatch, named):
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{named.upper()}", "30")

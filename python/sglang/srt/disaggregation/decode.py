@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_agreement import Ranks
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
-from sglang.srt.disaggregation.decode_budget import Accounts, Budget, DraftSlots, LiveReqs, live_reqs
+from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_handshakes import (
     Announcements,
     LiveRooms,
@@ -198,8 +198,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         super().__init__(*args, **kwargs)
         self.has_radix = False
         self.rooms = LiveRooms()
-        # What a retracted request must save and restore too.
-        self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
         self.counters = KvTransferCounters.get(self.scheduler.server_args)
         self._steps = 0
         if isinstance(self.tree_cache, DecodeRadixCache):
@@ -220,8 +218,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
-        drafts = DraftSlots.of(self.scheduler)
-        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
+        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)

@@ -6,7 +6,6 @@ known.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ import requests
 from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import peer_calls
-from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.environ import envs
@@ -217,10 +215,7 @@ async def capabilities(
     answer |= said_by_ranks
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
-    # Of the process that the server is part of.
-    drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
-    draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""
-    return answer | {name: said for name, said in (("drafts", drafts), ("draft_model", draft_model)) if said}
+    return answer
 
 
 def unreadable(request: web.Request, error: Exception) -> web.Response:

@@ -78,7 +78,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
-
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
