@@ -60,7 +60,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
     def poll(self) -> KVPoll:
         """A request that will get no staging memory fails."""
         status = super().poll()
-        if status in (KVPoll.Success, KVPoll.Failed) or not self.kv_mgr.enable_staging or self.agreed:
+        if status in (KVPoll.Success, KVPoll.Failed) or not self.kv_mgr.enable_staging:
             return status
         if self.has_failed():
             return status
