@@ -37,7 +37,7 @@ from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability import thread_time
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -416,13 +416,12 @@ def unasked(bench: Bench) -> Req:
     req = bench.arrive()
     ended = SimpleNamespace(finished_reason=FINISH_LENGTH(1), freed_row=-1)
     slots = torch.arange(0, bench.world.size + PAGE, PAGE)
-    batch = SimpleNamespace(
+    batch = ScheduleBatch(
         reqs=[ended] * len(slots),
         out_cache_loc=slots,
         req_pool_indices=torch.full_like(slots, -1),
         req_to_token_pool=bench.world.pool,
         spec_algorithm=SpeculativeAlgorithm.NONE,
-        window_cache_loc=None,
     )
     bench.scheduler.result_queue = [(batch, SimpleNamespace(copy_done=None))]
     bench.scheduler.process_decode_queue()

@@ -27,8 +27,7 @@ COMMITTED, ALLOCATED = [3, 8, 5], [9, 10, 8]
 def batch(speculates: bool = False, windows: torch.Tensor | None = None) -> ScheduleBatch:
     lengths = zip(COMMITTED, ALLOCATED, strict=True)
     states = torch.tensor([50, 51, 52, 53])
-    made = object.__new__(ScheduleBatch)
-    vars(made).update(
+    made = ScheduleBatch(
         spec_algorithm=SimpleNamespace(is_none=lambda: not speculates),
         out_cache_loc=torch.tensor([30, 9, 34]),
         req_pool_indices=torch.tensor(ROWS),
@@ -37,8 +36,8 @@ def batch(speculates: bool = False, windows: torch.Tensor | None = None) -> Sche
             SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished_reason=None, freed_row=row)
             for row, (c, a) in zip(ROWS, lengths, strict=True)
         ],
-        window_cache_loc=windows,
     )
+    made.window_cache_loc = windows
     return made
 
 

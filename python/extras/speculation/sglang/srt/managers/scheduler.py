@@ -19,9 +19,10 @@ class Scheduler(engine.Scheduler):
     def init_cache_with_memory_pool(self) -> None:
         """Refuses a draft that is not verified with the decode tree. Raises ValueError."""
         super().init_cache_with_memory_pool()
-        drafts = self.draft_runner() if self.takes_decode_tree() else None
-        if drafts is not None:
-            draft_support.check_draft(self.server_args, self.tp_worker.model_runner.model_config, drafts.model_config)
+        args = self.server_args
+        if args.speculative_algorithm is not None and self.takes_decode_tree():
+            target, draft = self.tp_worker.model_runner, self.draft_runner()
+            draft_support.check_draft(args, target.model_config, draft.model_config)
 
     def draft_runner(self):
         """The model runner of the draft, None without."""
