@@ -55,7 +55,7 @@ def test_mooncake_brings_every_layer_of_the_delta_and_nothing_else(
     request.assert_landed()
     of_page = world.page_size * mooncake.HEADS * mooncake.HEAD_BYTES
     for rank, layers in zip(world.prefill, stages, strict=True):
-        counters = rank.manager.counters
+        counters = rank.manager.events
         assert counters.sent_bytes == 2 * layers * of_page * (request.num_pages - request.first_page)
         assert counters.saved_bytes == 2 * layers * of_page * request.first_page
     world.assert_books_closed()
@@ -237,7 +237,7 @@ def test_mooncake_of_context_parallel_ranks(monkeypatch, made, tp, prompt_len, p
     request.finish()
     request.assert_landed()
     world.assert_books_closed()
-    assert [rank.manager.counters.sent_bytes > 0 for rank in world.prefill] == [
+    assert [rank.manager.events.sent_bytes > 0 for rank in world.prefill] == [
         rank.cp_rank == 0 and prefix_len < prompt_len for rank in world.prefill
     ]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 from sglang_pd_radix.environment import switched_on
 
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "DECODE_PREFIX_ROUTE",
     "DECODE_PREFIX_VERSION",
-    "KvTransferCounters",
     "check_decode_prefix",
     "compares_prompts",
     "count_runs",

@@ -36,17 +36,6 @@ class TokenizerManager(RefusedRequests, engine.TokenizerManager):
             message.sampling_params.prompt_digest = len(input_ids), prompt_digest(input_ids, len(input_ids))
         return message
 
-    def collect_metrics(self, state: ReqState, recv_obj, i: int) -> None:
-        """Counts what decode held among the cached tokens of a request that has ended, as `device`.
-
-        The engine counts the parts that it knows, and not what their sum lacks. A client is told them as they were.
-        """
-        parts = getattr(recv_obj, "cached_tokens_details", None) if state.finished else None
-        if parts and parts[i] and "decode_prefix" in parts[i]:
-            more = recv_obj.cached_tokens[i] - sum(parts[i].get(source, 0) for source in ("device", "host", "storage"))
-            parts[i] = parts[i] | {"device": parts[i].get("device", 0) + max(more, 0)}
-        super().collect_metrics(state, recv_obj, i)
-
     async def sigterm_watchdog(self) -> None:
         """As in the engine, but that a prefill sends first what its clients have been answered for."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL and self.server_args.tokenizer_worker_num == 1:
