@@ -58,7 +58,6 @@ class ServerArgs(engine.ServerArgs):
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
-    kv_namespace: str = ""
     # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
     keyed = False
 
@@ -97,15 +96,6 @@ class ServerArgs(engine.ServerArgs):
             metavar="N",
             help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
             "earlier; then it goes first. 0: none.",
-        )
-        parser.add_argument(
-            "--kv-namespace",
-            default="",
-            metavar="NAME",
-            help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or "
-            "read from decode: workers with the same NAME and layout of KV read each other's. Without it the model's "
-            "path, --revision and --weight-version are the name. Give another NAME whenever other weights come under "
-            "the same path.",
         )
 
     def _handle_environment_variables(self) -> None:

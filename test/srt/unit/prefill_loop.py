@@ -242,7 +242,11 @@ class PrefillLoop:
             monkeypatch.setattr(allocator, name, getattr(allocator, name))
         _patch_allocator(allocator)
         monkeypatch.setattr(schedulers, "broadcast_pyobj", self.ranks.broadcast)
-        monkeypatch.setattr(utils, "poll_and_all_reduce_attn_cp_tp_group", self.ranks.poll)
+        engines = utils.poll_and_all_reduce_attn_cp_tp_group
+        for module in (utils, queues):
+            # An extra may have put something around it.
+            if module.poll_and_all_reduce_attn_cp_tp_group is engines:
+                monkeypatch.setattr(module, "poll_and_all_reduce_attn_cp_tp_group", self.ranks.poll)
         monkeypatch.setattr(decode_agreement, "told_by_all", lambda own, group: self.ranks.gather(own))
         self.before: Callable[[PrefillScheduler], None] = lambda scheduler: None
         self.during: Callable[[PrefillScheduler], None] = lambda scheduler: None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import namespaces
 import pytest
-import test_kv_namespace
+from namespaces import options
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.host_tier.storage import add_storage, model_namespace, read_options
 from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 from storage_world import StorageWorld
-from test_kv_namespace import options
 from test_traps import tokens
 
 STORAGE = {
@@ -25,8 +25,8 @@ STORAGE = {
 
 
 def test_what_separates_storages():
-    test_kv_namespace.test_what_separates_workers_by_default(model_namespace)
-    test_kv_namespace.test_the_operators_name_says_which_weights_are_the_same(model_namespace)
+    namespaces.separates_weights_and_formats(model_namespace)
+    namespaces.lets_the_operator_name_weights(model_namespace)
 
 
 def test_a_draft_has_a_part_in_the_name_of_a_storage():

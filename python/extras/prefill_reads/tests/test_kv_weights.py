@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from namespaces import options
 from sglang.srt.disaggregation.kv_weights import KvWeights, know_weights, weights_of
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
-from test_kv_namespace import options
 
 
 def weights(**given: object) -> KvWeights:

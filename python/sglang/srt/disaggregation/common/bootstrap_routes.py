@@ -1,7 +1,7 @@
 """What a patched prefill's bootstrap server answers beside the engine's questions.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on both workers. Refusals and samples: none
-is known.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on both workers. Refusals: none is
+known.
 """
 
 from __future__ import annotations

@@ -63,18 +63,15 @@ def register(point: type[Point], make: Callable[..., Point | None]) -> None:
 class Hooks(Generic[Point]):
     """The hooks of one object. Of each event, by its name: the methods that override it, in order."""
 
-    def __init__(self, point: type[Point] | None = None, *given: Any):
-        made = [] if point is None else [hook for make in _makers[point] if (hook := make(*given)) is not None]
+    def __init__(self, point: type[Point], *given: Any):
+        made = [hook for make in _makers[point] if (hook := make(*given)) is not None]
         for name in [name for name in dir(point) if not name.startswith("_")]:
             of = [getattr(hook, name) for hook in made if getattr(type(hook), name) is not getattr(point, name)]
             setattr(self, name, tuple(of))
 
-    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """Of an event without an object: nothing."""
-        return ()
+    if TYPE_CHECKING:
 
-
-NO_HOOKS: Hooks[Any] = Hooks()
+        def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]: ...
 
 
 def hooks_of(scheduler: Any) -> Hooks[DecodeHooks]:
@@ -319,6 +316,10 @@ class DecodeHooks:
     def in_step(self) -> Sequence[Req]:
         """Those in a step over prompts that is in flight."""
         raise NotImplementedError
+
+
+#: Before anything is registered.
+NO_HOOKS = Hooks(DecodeHooks)
 
 
 class DeltaSource:

@@ -1,12 +1,10 @@
-"""The name under which KV is kept outside of a worker."""
+"""What every name under which KV is kept outside of a worker does."""
 
 from __future__ import annotations
 
 import re
 from types import SimpleNamespace
 from typing import Any
-
-from sglang.srt.mem_cache.kv_namespace import kv_namespace
 
 
 def options(**given: Any) -> SimpleNamespace:
@@ -47,26 +45,14 @@ FORMATS = [
 ]
 
 
-def test_what_separates_workers_by_default(named=kv_namespace):
+def separates_weights_and_formats(named) -> None:
     names = [named(options(**given)) for given in ({}, *WEIGHTS, *FORMATS)]
     assert len(set(names)) == len(names)
     assert names[0] == named(options())
     assert re.fullmatch(r"Model-1-[0-9a-f]{24}", names[0])
 
 
-def test_a_directory_is_known_by_where_it_is(tmp_path, monkeypatch):
-    """The same words name another model in another folder."""
-    names = []
-    for folder in ("a", "b"):
-        (tmp_path / folder / "model").mkdir(parents=True)
-        monkeypatch.chdir(tmp_path / folder)
-        given = ("model", "./model", "model/", str(tmp_path / folder / "model"))
-        (name,) = {kv_namespace(options(model_path=path)) for path in given}
-        names.append(name)
-    assert names[0] != names[1]
-
-
-def test_the_operators_name_says_which_weights_are_the_same(named=kv_namespace):
+def lets_the_operator_name_weights(named) -> None:
     mine = {"kv_namespace": "team a/llama"}
     name = named(options(**mine))
     assert name.startswith("team-a-llama-")

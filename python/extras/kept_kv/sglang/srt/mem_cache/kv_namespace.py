@@ -1,4 +1,4 @@
-"""The name under which a worker's KV is known outside of it.
+"""The name under which a worker's KV is kept outside of it: in a PegaFlow server, in a storage, in a peer's memory.
 
 Workers with the same name read each other's KV. Nothing here looks at weights: which ones are the same is what the
 operator says, with `--kv-namespace`, or else the model's path and revision and `--weight-version`. An online update of
