@@ -163,14 +163,11 @@ class ServerArgs(engine.ServerArgs):
             raise ValueError(f"--page-size is {self.page_size}: give 1 or more.")
         super().check_server_args()
         if self.disaggregation_mode != "null":
-            from sglang.srt.observability import request_life
-
             if os.environ.get(SECRET, "").strip() and "authentication" not in loader.status()["extras"]:
                 raise ValueError(
                     f"{SECRET} is set, and messages would not be signed: the extra authentication is not loaded. "
                     f"Name it in {loader.EXTRAS}, or start without the secret."
                 )
-            request_life.remembered()
             if self.disaggregation_transfer_backend == "mooncake":
                 mooncake_host.check(cpu_host.active())
         if self.disaggregation_decode_enable_radix_cache:

@@ -11,9 +11,8 @@ import pytest
 from pd import FLAG, ask, check_idle, words
 from rolling import Load, join, named, wait
 from sglang.srt.managers import drain, gateway_notice
-from sglang.srt.observability import request_life
 
-from sglang_pd_radix.tools import cli
+from sglang_pd_radix.tools import cli, trace
 from sglang_pd_radix.tools.cluster.ports import free_ports
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.thorough]
@@ -50,7 +49,7 @@ def cluster(clusters, model):
         env={
             drain.VARIABLE: str(TIMEOUT_S),
             gateway_notice.VARIABLE: f"http://127.0.0.1:{port}",
-            request_life.VARIABLE: "100",
+            trace.VARIABLE: "100",
         },
     )
     clusters.stop()

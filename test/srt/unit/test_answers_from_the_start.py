@@ -10,6 +10,7 @@ import torch
 from engine_classes import engine_class
 from overlapped_loop import Loop, LoopEnds, LoopScheduler, next_token
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.decode_radix.hooks import NO_EVENTS
 from sglang.srt.disaggregation.transfer_commit import note_transfer
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
@@ -73,7 +74,6 @@ def test_the_first_token_counts_as_reasoning(overlap, first, flag):
 
 # ---- what stays on prefill ----
 
-COUNTERS = SimpleNamespace(committed=lambda *args: None)
 LISTS = [
     f"{side}_{kind}logprobs{part}"
     for side in ("input", "output")
@@ -100,7 +100,7 @@ def messages_of(tokens: int, stream: bool, interval: int | None, monkeypatch: An
         req.output_token_logprobs_val.append(-float(n))
         req.output_token_logprobs_idx.append(n)
         if n == 1:
-            note_transfer(req, COUNTERS)
+            note_transfer(req, NO_EVENTS)
         else:
             req.output_token_ids_logprobs_val.append([-float(n)])
             req.output_token_ids_logprobs_idx.append([77])
@@ -129,7 +129,7 @@ def test_hidden_states_are_their_own_tokens(tokens, said):
     """The prompt's stay on prefill."""
     req = Req("r", "", [1, 2], SamplingParams(max_new_tokens=tokens), return_hidden_states=True)
     req.transfer_prefix_len = 0
-    note_transfer(req, COUNTERS)
+    note_transfer(req, NO_EVENTS)
     req.hidden_states += [[float(n)] for n in range(2, tokens + 1)]
     assert req.hidden_states == [[], *([float(n)] for n in range(2, tokens + 1))]
     ret = {"meta_info": {"hidden_states": req.hidden_states}}

@@ -39,7 +39,7 @@ def test_mooncake_of_context_parallel_ranks(monkeypatch, made, tp, prompt_len, p
     request.finish()
     request.assert_landed()
     world.assert_books_closed()
-    assert [rank.manager.counters.sent_bytes > 0 for rank in world.prefill] == [
+    assert [rank.manager.events.sent_bytes > 0 for rank in world.prefill] == [
         rank.cp_rank == 0 and prefix_len < prompt_len for rank in world.prefill
     ]
 

@@ -10,12 +10,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from code_texts import texts
-from sglang.srt.observability.kv_transfer_metrics import count_transfer
 
 from sglang_pd_radix.tools import cli, dashboard, reference
 
@@ -147,19 +145,6 @@ def test_prefill_has_no_line_of_what_clients_of_decode_see(tmp_path, title):
     (tmp_path / "cases.yml").write_text(yaml.safe_dump({"tests": [case]}))
     done = subprocess.run(["promtool", "test", "rules", tmp_path / "cases.yml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_what_a_run_of_pages_has_is_that_of_all_layers():
-    """As it is counted: Qwen3-8B's 36 layers, K and V, of which a backend writes one at a time."""
-    counted: dict[str, int] = {}
-    counters = SimpleNamespace(sent=lambda sent, saved, runs: counted.update(sent=sent, runs=runs))
-    item, layers = 16 * 8 * 128 * 2, 36
-    kv_args = SimpleNamespace(kv_item_lens=[item] * 2 * layers, state_item_lens=[])
-    count_transfer(counters, kv_args, item, 10, 0, 10)
-    assert counted["sent"] / counted["runs"] == 2 * layers * item
-    (shown,) = (panel for panel in PANELS if panel["title"].startswith("Bytes in one run of pages"))
-    assert shown["title"].endswith("all layers") and "over twice the number of layers" in shown["description"]
-    assert "kv_transfer_sent_bytes_total" in shown["targets"][0]["expr"]
 
 
 @pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2)])

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 
-import pytest
 from decode_world import World
 from engine_classes import engine_class
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_budget import live_reqs
 from sglang.srt.disaggregation.decode_rows import KeptRows
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
-from sglang.srt.observability import request_life
-from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from test_traps import serve, serve_to_end, to_prebuilt, tokens
 
 # The engine's, which makes the messages.
@@ -58,18 +50,6 @@ def test_a_request_that_ends_before_its_first_token_leaves_nothing_behind(monkey
     assert req.cached_tokens_details is None
 
 
-def test_whether_stamps_are_sent_is_found_out_once(monkeypatch):
-    """Each message of each request is pickled."""
-    asked = []
-    monkeypatch.setattr(request_life, "remembered", lambda: asked.append(1) or 0)
-    request_life.remembers.cache_clear()
-    times = SchedulerReqTimeStats(disagg_mode=DisaggregationMode.DECODE)
-    for _ in range(5):
-        assert pickle.loads(pickle.dumps(times)).life is None
-    request_life.remembers.cache_clear()
-    assert len(asked) == 1
-
-
 def test_a_blocked_queue_does_not_add_up_who_runs_in_every_step():
     """Nothing can fit while nobody ends and no memory becomes free."""
     world = World(size=64)
@@ -89,15 +69,6 @@ def test_a_blocked_queue_does_not_add_up_who_runs_in_every_step():
     world.step()
     assert head.kv_receiver.asked
     world.check()
-
-
-@pytest.mark.parametrize(("variable", "ours"), [("", False), ("100", True)])
-def test_where_nothing_is_remembered_messages_are_the_engines(variable, ours):
-    """What is pickled for each message of each request goes through no function of ours then."""
-    code = "import sglang.srt.observability.req_time_stats as m; print('__getstate__' in vars(m.SchedulerReqTimeStats))"
-    env = os.environ | {request_life.VARIABLE: variable}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert said.stdout.split() == [str(ours)], said.stderr
 
 
 @given(st.permutations(range(8)), st.integers(0, 8), st.sets(st.integers(0, 8)))

@@ -7,11 +7,11 @@ import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.peer_sockets import Loss
+from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 ROOM, OTHER = 7001, 7002
 LOOPS = [(ranks, overlap) for ranks in (1, 2) for overlap in (True, False)]
@@ -92,10 +92,11 @@ def test_who_has_the_rid_of_one_that_is_lost_goes_on(loop: PrefillLoop):
 def messages_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the ranks count, each of them as if it were the one that does."""
     counted: list[str] = []
-    counters = KvTransferCounters("m", "prefill", enabled=False)
-    counters._counts_requests = True
-    monkeypatch.setattr(counters, "failed", counted.append)
-    monkeypatch.setattr(KvTransferCounters, "get", lambda args: counters)
+    events = hooks.Events()
+    monkeypatch.setattr(
+        events, "ended", lambda reason: counted.append(reason.message) if isinstance(reason, FINISH_ABORT) else None
+    )
+    monkeypatch.setitem(hooks._makers, hooks.Events, [lambda args: events])
     return counted
 
 

@@ -29,6 +29,7 @@ from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.hooks import Events
 from sglang.srt.disaggregation.mooncake import conn, failed_sessions
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
 from sglang.srt.disaggregation.mooncake.conn import (
@@ -80,20 +81,19 @@ class Library:
         return self.result
 
 
-class Counters:
+class Counters(Events):
     def __init__(self) -> None:
         self.sent_bytes = self.saved_bytes = self.runs = self.state_bytes = self.lost_peers = 0
 
     def lost_peer(self) -> None:
         self.lost_peers += 1
 
-    def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
+    def sent(self, kv_args, their_item_len, sent_pages, saved_pages, runs=0, states=0) -> None:
+        page_bytes = min(their_item_len, kv_args.kv_item_lens[0]) * len(kv_args.kv_item_lens)
         self.runs += runs
-        self.sent_bytes += num_bytes
-        self.saved_bytes += saved_bytes
-
-    def sent_states(self, num_bytes: int) -> None:
-        self.state_bytes += num_bytes
+        self.sent_bytes += sent_pages * page_bytes
+        self.saved_bytes += saved_pages * page_bytes
+        self.state_bytes += states and states * sum(kv_args.state_item_lens)
 
 
 class Rank:
@@ -167,7 +167,7 @@ class Rank:
         maker.start()
         maker.join()
         self.manager = made[0]
-        self.manager.counters = Counters()
+        self.manager.events = Counters()
         self.manager.num_layers = world.layers
         if world.staging and not world.mla:
             # As the queues of both workers do it, where a tensor's first dimension is the slot.
@@ -463,7 +463,7 @@ def test_decode_gets_the_delta_and_nothing_else(world: World, prompt_len: int, p
     request.finish()
     request.assert_landed()
     world.assert_books_closed()
-    counters, item = world.prefill[0].manager.counters, world.page_size * HEADS * HEAD_BYTES * 2 * LAYERS
+    counters, item = world.prefill[0].manager.events, world.page_size * HEADS * HEAD_BYTES * 2 * LAYERS
     assert counters.sent_bytes == (request.num_pages - request.first_page) * item
     assert counters.saved_bytes == request.first_page * item
     assert world.prefill[0].library.written == counters.sent_bytes + 64
@@ -485,8 +485,8 @@ def test_tensor_parallel_sizes(monkeypatch, prefill_tp, decode_tp, mla, page_siz
     request.assert_landed()
     world.assert_books_closed()
     token = HEADS * HEAD_BYTES * (LAYERS if mla else 2 * LAYERS) * (decode_tp if mla else 1)
-    assert sum(r.manager.counters.sent_bytes for r in world.prefill) == (12 - (prefix_len or 0)) * token
-    assert sum(r.manager.counters.saved_bytes for r in world.prefill) == (prefix_len or 0) * token
+    assert sum(r.manager.events.sent_bytes for r in world.prefill) == (12 - (prefix_len or 0)) * token
+    assert sum(r.manager.events.saved_bytes for r in world.prefill) == (prefix_len or 0) * token
     world.close()
 
 

@@ -16,7 +16,6 @@ import test_nixl_wire as nixl
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import handshakes
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 
 # Slots of one request on prefill and on decode.
 SLOTS = (3, 5)
@@ -43,9 +42,8 @@ def over_mooncake(monkeypatch) -> Iterator[mooncake.World]:
 @pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
 def test_trap_05_nixl_brings_the_state_however_much_decode_holds(over_nixl, monkeypatch, prompt_len, prefix_len):
     """Row 5: a full hit of a model with state never completed."""
-    sent: list[int] = []
-    monkeypatch.setattr(KvTransferCounters, "sent_states", lambda self, num_bytes: sent.append(num_bytes))
     over_nixl.wire.held = True
+    counted = over_nixl.prefill[0].manager.events = mooncake.Counters()
     request = over_nixl.request(7, prompt_len, prefix_len).bootstrap()
     request.send()
     # Each part is waited for, on both sides: here that of the state alone is missing.
@@ -62,7 +60,7 @@ def test_trap_05_nixl_brings_the_state_however_much_decode_holds(over_nixl, monk
     base, item = 4 << 20, nixl.STATE_ITEM
     target = sorted((int(at), int(size)) for at, size, _ in state[0].targets)
     assert target == [(base + 5 * item, item), (base + (1 << 20) + 5 * 2 * item, 2 * item)]
-    assert sent == [3 * item]
+    assert counted.state_bytes == 3 * item
 
 
 def test_nixl_fails_a_request_whose_state_cannot_be_sent(over_nixl):
@@ -85,7 +83,7 @@ def test_mooncake_brings_the_state_however_much_decode_holds(over_mooncake, prom
         expected = np.zeros_like(ours)
         expected[SLOTS[1]] = theirs[SLOTS[0]]
         assert (ours == expected).all()
-    assert source.manager.counters.state_bytes == 64
+    assert source.manager.events.state_bytes == 64
 
 
 @pytest.mark.parametrize("prefix_len", [0, 24, None], ids=["miss", "full hit", "no flag"])
@@ -110,9 +108,8 @@ def test_trap_06_a_state_that_mooncake_cannot_write_is_no_success(over_mooncake,
 @pytest.mark.parametrize(("prompt_len", "prefix_len"), PROMPTS)
 def test_nixl_brings_the_window_however_much_decode_holds(monkeypatch, prompt_len, prefix_len):
     """Page for page; and a failure is told when it is written, and not before."""
-    sent: list[int] = []
-    monkeypatch.setattr(KvTransferCounters, "sent_states", lambda self, num_bytes: sent.append(num_bytes))
     world = nixl.World(monkeypatch, windows=WINDOWS)
+    counted = world.prefill[0].manager.events = mooncake.Counters()
     world.wire.held = True
     request = world.request(7, prompt_len, prefix_len).bootstrap()
     request.receivers[0].fenced = True
@@ -126,7 +123,7 @@ def test_nixl_brings_the_window_however_much_decode_holds(monkeypatch, prompt_le
     written = {int(at) + n for at, size, _ in window.targets for n in range(int(size))}
     starts = [base + pool * (1 << 20) + page * item for pool in (0, 1) for page in WINDOWS[1]]
     assert written == {at + n for at in starts for n in range(item)}
-    assert sent == [3 * 2 * item]
+    assert counted.state_bytes == 3 * 2 * item
     request.senders[0].fail("out of order")
     assert request.senders[0].poll() == KVPoll.WaitingForInput and not world.prefill[0].told("fail")
     window.finish()
@@ -158,7 +155,7 @@ def test_mooncake_brings_the_window_however_much_decode_holds(monkeypatch, promp
         expected = np.zeros_like(ours)
         expected[WINDOWS[1]] = theirs[WINDOWS[0]]
         assert (ours == expected).all()
-    assert world.prefill[0].manager.counters.state_bytes == 3 * 64
+    assert world.prefill[0].manager.events.state_bytes == 3 * 64
     world.close()
 
 

@@ -29,7 +29,7 @@ class Told:
 
     def _loop(self, *args: Any, **sizes: Any) -> Loop:
         loop = local_loop(*args, **sizes)
-        loop.transfer.local._counters = self.counters
+        loop.transfer.local._events = self.counters
         loop.scheduler.report_prefill_stats = lambda prefill_stats=None, **more: self.steps.append(prefill_stats)
         return loop
 

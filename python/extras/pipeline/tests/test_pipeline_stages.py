@@ -53,7 +53,7 @@ def test_mooncake_brings_every_layer_of_the_delta_and_nothing_else(
     request.assert_landed()
     of_page = world.page_size * mooncake.HEADS * mooncake.HEAD_BYTES
     for rank, layers in zip(world.prefill, stages, strict=True):
-        counters = rank.manager.counters
+        counters = rank.manager.events
         assert counters.sent_bytes == 2 * layers * of_page * (request.num_pages - request.first_page)
         assert counters.saved_bytes == 2 * layers * of_page * request.first_page
     world.assert_books_closed()

@@ -6,8 +6,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
 from sglang.srt.disaggregation.itl_gate import ItlHooks
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 from sglang.srt.observability.target_metrics import TargetMetrics
 from simulate import simulate
 from test_flag import DECODE, FLAG, parse  # noqa: F401

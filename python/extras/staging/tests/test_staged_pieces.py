@@ -81,11 +81,11 @@ def test_trap_21_pieces_land_where_they_belong_behind_a_prefix(
     pieces = sum(pages(end - start, 2) for start, end in zip(ends, ends[1:], strict=False))
     for rank in world.prefill:
         targets = max(1, decode_tp // prefill_tp)
-        assert rank.manager.counters.runs == pieces * targets
+        assert rank.manager.events.runs == pieces * targets
         # One more for the metadata of each decode rank.
         assert rank.library.descriptors == (pieces + 1) * targets
         # Each of its bytes once.
-        assert rank.library.written == rank.manager.counters.sent_bytes + 64 * targets
+        assert rank.library.written == rank.manager.events.sent_bytes + 64 * targets
     world.close()
 
 
@@ -112,7 +112,7 @@ def test_equal_sizes_and_decodes_without_the_flag_use_no_pieces(monkeypatch) -> 
     request.assert_landed()
     world.assert_books_closed()
     for rank in world.prefill:
-        assert rank.library.descriptors == rank.manager.counters.runs * 2 * LAYERS + 1
+        assert rank.library.descriptors == rank.manager.events.runs * 2 * LAYERS + 1
     world.close()
 
 
@@ -510,7 +510,7 @@ def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(monkeypatc
         request.send()
         request.finish()
         request.assert_landed()
-        runs = [rank.manager.counters.runs for rank in world.prefill]
+        runs = [rank.manager.events.runs for rank in world.prefill]
         assert (max(runs) < request.num_pages - request.first_page) == (len(stages) == 1)
         world.close()
 

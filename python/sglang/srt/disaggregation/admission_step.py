@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_agreement import Ranks
     from sglang.srt.disaggregation.decode_allocation import RequestMemory
-    from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
-    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Events
     from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
     from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
     from sglang.srt.disaggregation.step_in_flight import Fence
@@ -70,7 +69,7 @@ class Admission:
         accounts: Accounts,
         memory: RequestMemory,
         deltas: PrefillDeltas,
-        counters: KvTransferCounters,
+        events: Events,
         sources: Sequence[DeltaSource] = (),
         ranks: Ranks | None = None,
     ):
@@ -80,7 +79,7 @@ class Admission:
         """
         self._several_ranks = ranks is not None and ranks.size > 1
         self._tree, self._policy, self._accounts = tree, policy, accounts
-        self.memory, self.deltas, self._counters, self._sources = memory, deltas, counters, sources
+        self.memory, self.deltas, self._events, self._sources = memory, deltas, events, sources
         self._look_every = policy.lines.look_every or ABORT_INTERVAL
         # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
         # that a limit held back; the state in which all waited for transfers, and until when.
@@ -201,7 +200,7 @@ class Admission:
             if added is not YES and added is not LAST:
                 self._note_refused(added, req, plan, adder, schedule, fence)
                 if added is NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
-                    self._counters.blocked()
+                    self._events.blocked()
                 break
             self.admit_one(decode_req, plan)
             admitted.append(decode_req)
@@ -212,7 +211,7 @@ class Admission:
                 self.following = self._moves(schedule), due
         self.deltas.ask_admitted(fence)
         if admitted:
-            self._counters.overtaken(adder.overtaken())
+            self._events.overtaken(adder.overtaken())
         for held in self._policy.hooks.held:
             held(None if self.held is None else self.held.rid, lambda: len(_waiting(window)))
         return admitted
@@ -263,8 +262,6 @@ class Admission:
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan) -> None:
         """Carry out an admission. Others of the step count on it, so what raises for its memory ends the worker."""
         req, entry = decode_req.req, decode_req.entry
-        if entry.following_since is not None:
-            self._counters.followed(plan.found.length - entry.held_alone, entry.waited_s)
         held, tier = plan.found.length, self._tree.tier
         if entry.stored.length:
             # Before anything is allocated.
@@ -277,7 +274,7 @@ class Admission:
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)
         source = entry.source or self.deltas
-        req.time_stats.note_admitted(plan.found.length, held - plan.found.length, entry.local, entry.waited_s)
+        self._events.admitted(decode_req, plan.found.length, held - plan.found.length)
         try:
             source.request(decode_req)
         except Exception as e:

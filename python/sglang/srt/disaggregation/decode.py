@@ -29,8 +29,8 @@ from sglang.srt.disaggregation.decode_handshakes import (
     poll_handshake,
     take_polls,
 )
-from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE, KvTransferCounters
-from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
+from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
 from sglang.srt.disaggregation.decode_resume import Resumption, joins
 from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
@@ -44,7 +44,6 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 from sglang.srt.mem_cache.known_prefixes import note_known
-from sglang.srt.observability import thread_time
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -198,7 +197,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         super().__init__(*args, **kwargs)
         self.has_radix = False
         self.rooms = LiveRooms()
-        self.counters = KvTransferCounters.get(self.scheduler.server_args)
         self._steps = 0
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._init_radix(self.tree_cache)
@@ -222,9 +220,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
-        self.admission = Admission(
-            tree, self.policy, self.accounts, self.memory, deltas, self.counters, sources, self.ranks
-        )
+        events = events_of(self.scheduler.server_args)
+        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks)
         self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
 
     # ---- requests that come ----
@@ -408,7 +405,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def __init__(self, *args, **kwargs):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
-        KvTransferCounters.of(self.scheduler)
         self.quarantine: list[DecodeRequest] = []
         # What has arrived in this step.
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
@@ -509,7 +505,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         abort_transfer(decode_req)
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Adds the counters, and to cached tokens what decode held; leaves out what another request left behind."""
+        """Adds to cached tokens what decode held; leaves out what another request left behind."""
         req = decode_req.req
         try:
             if is_warmup(req):
@@ -525,7 +521,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         if done and not decode_req.is_aborted:
             take_along(req)
             if not is_warmup(req):
-                note_transfer(req, KvTransferCounters.get(self.scheduler.server_args))
+                note_transfer(req, events_of(self.scheduler.server_args))
         return done
 
 
@@ -533,12 +529,11 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
     """Turns of a decode worker's loop: the step of its queues, and the batch that comes out of them."""
 
     def process_decode_queue(self) -> None:
-        """Adds what begins and ends a step of the queue, with the record of what requests held and how long it took.
+        """Adds what begins and ends a step of the queue.
 
         Transfers end and failures are told also while retracted requests wait for memory. The engine looks at neither
         until all of these are back: if what they wait for is held by transfers, both wait for ever.
         """
-        began = thread_time.now()
         queue = self.disagg_decode_prealloc_queue
         queue.begin_step()
         super().process_decode_queue()
@@ -546,4 +541,3 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         queue.end_step()
-        self.note_queue_step(thread_time.now() - began)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 __all__ = [
     "DECODE_PREFIX_ROUTE",
     "DECODE_PREFIX_VERSION",
-    "KvTransferCounters",
     "check_decode_prefix",
     "count_runs",
     "pages",

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.refusal import AT_FAULT
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
@@ -23,7 +24,6 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,7 +39,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 
     def _init_kv_manager(self):
         """Adds how many layers all pipeline stages have."""
-        KvTransferCounters.of(self.scheduler)
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
             manager.num_layers = self.scheduler.model_config.num_hidden_layers
@@ -54,14 +53,13 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Sets the cursor of the requests that the engine pops, and counts those that it fails."""
+        """Sets the cursor of the requests that the engine pops."""
         with _told_at_once(self.scheduler):
             popped, failed = super().pop_bootstrapped(True, rids_to_check)
         for req in popped:
             req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
-            req.time_stats.decode_prefix_len = req.start_send_idx
         for req in failed:
-            KvTransferCounters.get(self.scheduler.server_args).ended(req.finished_reason)
+            events_of(self.scheduler.server_args).ended(req.finished_reason)
         return (popped, failed) if return_failed_reqs else popped
 
 
@@ -102,8 +100,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
         """Settles, in every step, idle ones too, what a transfer backend cannot leave to a request's poll.
 
-        The client of a failed request is answered at once; what its writes in flight hold is held until they end. What
-        the engine fails that has not been answered by then is counted.
+        The client of a failed request is answered at once; what its writes in flight hold is held until they end.
         """
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if isinstance(manager, CommonKVManager):
@@ -128,7 +125,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 # Once: of one whose client was answered before, the engine has not.
                 req.log_time_stats()
             if id(req) not in told:
-                KvTransferCounters.get(self.server_args).ended(req.finished_reason)
+                events_of(self.server_args).ended(req.finished_reason)
         return done
 
     def lost_requests(self) -> dict[int, str]:
@@ -202,7 +199,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         self._count_lost(req, reason)
 
     def _count_lost(self, req: Req, reason: str) -> None:
-        KvTransferCounters.get(self.server_args).ended(req.finished_reason)
+        events_of(self.server_args).ended(req.finished_reason)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told.

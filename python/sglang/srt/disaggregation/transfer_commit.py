@@ -9,10 +9,11 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.utils import prepare_abort
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_radix.hooks import Events
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["abort_commit", "note_transfer", "report_end", "take_along"]
@@ -28,12 +29,12 @@ def abort_commit(req: Req, error: Exception) -> None:
 
 
 def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
-    """Tell the client of a request that has been aborted, and count it if it has failed.
+    """Tell the client of a request that has been aborted.
 
     failed: its transfer has, which the engine counts too.
     """
     scheduler.stream_output([req], req.return_logprob)
-    KvTransferCounters.get(scheduler.server_args).ended(req.finished_reason)
+    events_of(scheduler.server_args).ended(req.finished_reason)
     if failed and scheduler.enable_metrics:
         scheduler.metrics_collector.increment_transfer_failed_reqs()
 
@@ -50,14 +51,14 @@ def take_along(req: Req) -> None:
             tops[-1], top_ids[-1] = map(list, zip(*(known or [(None, token)]), strict=True))
 
 
-def note_transfer(req: Req, counters: KvTransferCounters) -> None:
-    """Count a transfer, and what decode held to the tokens that count as cached.
+def note_transfer(req: Req, events: Events) -> None:
+    """Count what decode held to the tokens that count as cached.
 
     With the decode tree, what of the first token stayed on prefill has an empty entry: each other is then its own
     token's.
     """
     prompt_len = len(req.origin_input_ids)
-    counters.committed(prompt_len, req.transfer_prefix_len or 0)
+    events.committed(prompt_len, req.transfer_prefix_len or 0)
     if req.transfer_prefix_len is not None:
         # A token that either worker held was cached. They are not added: what both hold would count twice.
         req.prefill_cached_tokens = req.cached_tokens

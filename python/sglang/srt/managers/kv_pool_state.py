@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.mem_cache.tree_audit import audit_unheld_pages
 
 __all__ = ["Pools"]
@@ -38,40 +37,11 @@ class Pools:
         pool = self.tree.pool if isinstance(self.tree, DecodeRadixCache) else self.allocator
         return pool.available_size()
 
-    def held_tokens(self) -> int:
-        """Tokens that requests hold."""
-        return self.size - self.available_tokens() - self.tree.evictable_size()
-
-    def places(self) -> dict[str, tuple[int, int]]:
-        """Size and free places of each pool that this worker has, by name: tokens, slots, rows and buffers."""
-        rows, tree = self.rows, self.tree
-        places = {"rows": (rows.size + getattr(rows, "pre_alloc_size", 0), len(rows.free_slots))}
-        if self.has_one_kv_pool():
-            places["kv"] = self.size, self.available_tokens()
-        if self.buffers is not None:
-            places["metadata"] = self.buffers.size, self.buffers.available_size()
-        places |= getattr(tree, "tier", NO_TIER).places()
-        if getattr(tree, "windows", None) is not None:
-            places["window"] = tree.windows.size, tree.windows.available_size()
-        states = getattr(rows, "mamba_pool", None)
-        if states is not None:
-            places["state"] = states.size, states.available_size()
-        return places
-
-    def mark(self) -> tuple[Any, ...]:
-        """Figures of which one changes with whatever a request does on a decode worker with the flag.
-
-        Or a flush: it begins the counts of locks anew, and only the tree's generation and growth never go back.
-        """
-        tree = self.tree
-        counts = tree.generation, tree.growth, tree.locks_taken, tree.locks_released
-        return *counts, tree.evictable_size(), *self.places().values()
-
     def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
         """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.
 
-        Those of KV only where one pool has all of it. record: what has been noted since the last flush. manager: the
-        transfer backend's, if there is one.
+        Those of KV only where one pool has all of it. record: what else there is. manager: the transfer backend's, if
+        there is one.
         """
         tree, rows = self.tree, self.rows
         state: dict[str, Any] = {}

@@ -14,26 +14,20 @@ from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
-from sglang.srt.managers.scheduler_gauges_mixin import SchedulerGaugesMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.tier import NO_TIER
-from sglang.srt.observability.kv_transfer_metrics import dp_rank_of
 
 __all__ = ["Scheduler"]
 
 
-class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin, engine.Scheduler):
+class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
     """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
 
     What the engine has in its mixins is overridden in their modules.
     """
 
-    # The most tokens that requests held at the end of a step of the decode queue, since the last flush. And the longest
-    # that such a step has taken, or a request's way into the queue; seconds.
-    kv_used_peak = 0
-    longest_queue_step = 0.0
     # A flush that waits until no request is left, and until when, as the engine has it.
     _pending_flush: tuple[Any, float] | None = None
 
@@ -58,7 +52,7 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         return self.server_args.disaggregation_decode_enable_radix_cache
 
     def get_internal_state(self, recv_req):
-        """Adds ``kv_pool``: the requests, and the pool figures of invariant I1 in tokens where one pool has all KV."""
+        """Adds ``kv_pool``: the pool figures of invariant I1 in tokens where one pool has all KV."""
         output = super().get_internal_state(recv_req)
         output.internal_state = {**output.internal_state, "kv_pool": self.kv_pool_state()}
         return output
@@ -74,19 +68,16 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         )
 
     def kv_pool_state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says, in tokens and seconds."""
-        pools = self.pools()
-        record: dict[str, Any] = {
-            **({"used_peak": self.kv_used_peak} if pools.has_one_kv_pool() else {}),
-            "longest_queue_step_s": round(self.longest_queue_step, 3),
-            **({} if (dp_rank := dp_rank_of(self)) is None else {"dp_rank": dp_rank}),
-        }
+        """What ``kv_pool`` says."""
+        idle = self.rests()
+        return self.pools().state(idle, self.pool_record(idle), self.kv_manager())
+
+    def pool_record(self, idle: bool) -> dict[str, Any]:
+        """What it says beside the figures of the pools, of a worker that is ``idle`` or not."""
+        record: dict[str, Any] = {"dp_rank": self.dp_rank or 0} if self.server_args.dp_size > 1 else {}
         for state in hooks_of(self).state:
             record |= state()
-        rests = self.rests()
-        if rests and isinstance(self.tree_cache, DecodeRadixCache):
-            record["audit"] = self.audit_at_rest()
-        return pools.state(rests, record | self.state_of_requests(), self.kv_manager())
+        return record
 
     def rests(self) -> bool:
         """Whether the worker has no request, and nothing in quarantine or on its way to or from a tier."""
@@ -99,17 +90,6 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         """A step's result has been processed."""
         for note_step in hooks_of(self).note_step:
             note_step(batch, result)
-
-    def note_queue_step(self, seconds: float) -> None:
-        """Record a step of the decode queue, with the flag or without.
-
-        It ends when what it admitted has its pages, and begins after a decode step has freed those of the answers that
-        ended in it, so the record misses no request, however short its life.
-        """
-        pools = self.pools()
-        if pools.has_one_kv_pool():
-            self.kv_used_peak = max(self.kv_used_peak, pools.held_tokens())
-        self.longest_queue_step = max(self.longest_queue_step, seconds)
 
     def kv_manager(self):
         """The transfer backend's manager, None without disaggregation."""
@@ -169,13 +149,12 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
         self.last_batch = self.cur_batch = None
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds, once per turn of every event loop, the worker's gauges."""
+        """Adds `begin_turn`, once per turn of every event loop."""
         super().process_input_requests(recv_reqs)
         self.begin_turn(recv_reqs)
 
     def begin_turn(self, recv_reqs) -> None:
         """What a turn of the loop begins with, when its messages have been processed."""
-        self.publish_gauges()
 
     def maybe_sleep_on_idle(self) -> None:
         """Does not sleep while KV is on its way to or from a tier."""
@@ -185,12 +164,11 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, SchedulerGaugesMixin
     # ---- flushes ----
 
     def flush_cache(self) -> bool:
-        """A flush leaves pages in quarantine where they are, and begins the record of the peak anew.
+        """A flush leaves pages in quarantine where they are.
 
         It does not fail for a step in flight when the answers of all requests have been told: a weight update, which
         may come at once after the last of them, takes a refusal for an error that ends the scheduler.
         """
-        self.kv_used_peak, self.longest_queue_step = 0, 0.0
         self.end_step_of_none()
         flush = super().flush_cache
         if self.has_quarantine():

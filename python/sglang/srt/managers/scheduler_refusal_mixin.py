@@ -24,7 +24,6 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationM
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.observability import thread_time
 from sglang.utils import TypeBasedDispatcher
 
 logger = logging.getLogger(__name__)
@@ -141,9 +140,7 @@ class SchedulerRefusalMixin(Base):
         sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
         if sorts and self.enable_priority_scheduling:
             self._set_or_validate_priority(req)
-        began = thread_time.now()
         super()._add_request_to_queue(req, is_retracted)
-        self.longest_queue_step = max(self.longest_queue_step, thread_time.now() - began)
 
     def handle_refused_request(self, recv_req: RefusedReq) -> None:
         """Fail what is here of a room that decode has refused, or comes later; tell decode of one refused here."""

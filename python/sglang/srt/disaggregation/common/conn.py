@@ -34,7 +34,6 @@ from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters, count_transfer
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class CommonKVManager(engine.CommonKVManager):
     requests = requests
 
     def __init__(self, *args, **kwargs):
-        """Adds what is known of peers, the byte counters, and the state by which a late or refused request is told."""
+        """Adds what is known of peers, and the state by which a late or refused request is told."""
         # Before the engine's: its last step starts threads that may use them.
         # On prefill the layers of the whole model with KV, None where that is not known: the queue that makes this
         # manager sets it.
@@ -86,14 +85,13 @@ class CommonKVManager(engine.CommonKVManager):
         )
         self.connections = Connections()
         super().__init__(*args, **kwargs)
-        # Made by the queue that makes this manager.
-        self.counters = KvTransferCounters.get(self.server_args)
+        self.events = hooks.events_of(self.server_args)
         if self.has_radix:
             global _rank_answers
             _rank_answers = _rank_answers or RankAnswers()
             self.peer_sockets.start(lambda: fail_lost_prefills(self))
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            lost_peer, unclaimed = self.counters.lost_peer, Unclaimed(self)
+            lost_peer, unclaimed = self.events.lost_peer, Unclaimed(self)
             self.decode_watch = DecodeWatch(self.peer_sockets, self.rooms, self._askers, unclaimed, lost_peer)
             self.peer_sockets.start(self.decode_watch.check)
 
@@ -171,7 +169,7 @@ class CommonKVManager(engine.CommonKVManager):
         forget_heartbeats(self, addr)
         # A copy in one go: the scheduler may have the set in hand.
         rooms = list(self.addr_to_rooms_tracker.pop(addr, ()))
-        self.counters.lost_peer()
+        self.events.lost_peer()
         logger.error("Lost connection with prefill instance (bootstrap_addr: %s), which has %d rooms", addr, len(rooms))
         return rooms
 
@@ -278,9 +276,9 @@ class CommonKVManager(engine.CommonKVManager):
         self.rooms.settle()
 
     def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0) -> None:
-        """Add one transfer to the counters. peer: the decode rank, by its name; the rest as in `count_transfer`."""
+        """One transfer has begun. peer: the decode rank, by its name; the rest as in `Events.sent`."""
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
-        count_transfer(self.counters, self.kv_args, theirs, sent_pages, saved_pages, runs, states)
+        self.events.sent(self.kv_args, theirs, sent_pages, saved_pages, runs, states)
 
     def answers(
         self, room: int, infos: Sequence, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool

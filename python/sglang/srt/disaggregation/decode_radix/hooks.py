@@ -28,18 +28,22 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+    from sglang.srt.server_args import ServerArgs
 
 __all__ = [
+    "NO_EVENTS",
     "NO_HOOKS",
     "CallHooks",
     "DecodeHooks",
     "DeltaSource",
+    "Events",
     "Hooks",
     "Limit",
     "Lines",
     "Measured",
     "MessagePart",
     "add_part",
+    "events_of",
     "has_work",
     "hooks_of",
     "parts",
@@ -80,6 +84,12 @@ def hooks_of(scheduler: Any) -> Hooks[DecodeHooks]:
 def has_work(scheduler: Any) -> bool:
     """Whether a worker is busy though it has nothing in the core's queues."""
     return any(has_work() for has_work in hooks_of(scheduler).has_work)
+
+
+def events_of(args: ServerArgs) -> Events:
+    """The `Events` of a worker with these options."""
+    makers = _makers[Events]
+    return makers[-1](args) if makers else NO_EVENTS
 
 
 class Measured(Protocol):
@@ -149,6 +159,53 @@ class Lines:
     def version(self) -> Hashable:
         """Another where `mix` may give another order of the same."""
         return None
+
+
+class Events:
+    """What happens to the requests and transfers of one rank, for who counts it. Of several the last counts.
+
+    Made with the options of the worker, and once in a process: who asks again is given the same.
+    """
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Those of all metrics of this process; none without metrics."""
+        return {}
+
+    @property
+    def counts_requests(self) -> bool:
+        """Whether this rank counts what is the same on all TP ranks."""
+        return False
+
+    def blocked(self) -> None:
+        """There is no memory for the request whose turn it is, which was not so in the step before."""
+
+    def admitted(self, decode_req: DecodeRequest, prefix_len: int, loaded: int) -> None:
+        """A request has its memory. prefix_len: tokens of its prompt in the tree; loaded: those that a tier adds."""
+
+    def overtaken(self, num_requests: int) -> None:
+        """Those that a step has admitted have overtaken so many others."""
+
+    def committed(self, prompt_len: int, prefix_len: int, computed: int = 0) -> None:
+        """The rest of a prompt has come; or all of it, ``computed`` tokens, is computed here."""
+
+    def ended(self, reason: Any) -> None:
+        """A request has ended, for the engine's ``reason``: an abort if its handshake or transfer has failed."""
+
+    def lost_peer(self) -> None:
+        """A worker at the other end is gone."""
+
+    def sent(
+        self, kv_args: Any, their_item_len: int, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0
+    ) -> None:
+        """A prefill has begun a transfer to one decode rank, which gets its own share of the heads, or all of them.
+
+        kv_args: the engine's, of this rank. their_item_len: bytes of a page of one buffer there. saved_pages: that are
+        not sent, as decode held them. runs: of pages that are contiguous on both sides. states: slots or pages.
+        """
+
+
+NO_EVENTS = Events()
 
 
 class CallHooks:

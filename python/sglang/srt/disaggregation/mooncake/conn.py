@@ -147,7 +147,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         aux_index: int | None = None,
         state_indices: list[int] | None = None,
     ) -> None:
-        """Adds the byte counters. The last chunk of a full hit carries no KV and still brings the metadata."""
+        """Says what is sent. The last chunk of a full hit carries no KV and still brings the metadata."""
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
         writes = [info for info in infos if not info.is_dummy]

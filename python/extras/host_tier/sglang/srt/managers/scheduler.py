@@ -5,6 +5,7 @@ Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#3032
 
 from __future__ import annotations
 
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -13,7 +14,6 @@ from sglang.srt.mem_cache.host_tier.storage_tree import StoredHostTree
 from sglang.srt.mem_cache.host_tier.tier import add_host_tier
 from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache, HostTree
 from sglang.srt.observability.host_counters import HostCounters
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 __all__ = ["Scheduler"]
 
@@ -45,7 +45,7 @@ class Scheduler(engine.Scheduler):
         if not isinstance(self.tree_cache, DecodeRadixCache):
             return
         if self._host_counters is None:
-            self._host_counters = HostCounters(KvTransferCounters.get(self.server_args))
+            self._host_counters = HostCounters(events_of(self.server_args))
         if host := self.tree_cache.tier.state():
             self._host_counters.loaded(host["loaded"])
             self.stats.hicache_host_total_tokens = host["size"]

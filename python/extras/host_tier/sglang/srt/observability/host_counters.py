@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+    from sglang.srt.disaggregation.decode_radix.hooks import Events
 
 __all__ = ["HostCounters"]
 
 
 class HostCounters:
-    """Of one rank. counters: the others of its process."""
+    """Of one rank. events: of its process."""
 
-    def __init__(self, counters: KvTransferCounters):
-        self._counts, self._before = counters.counts_requests, 0
-        if labels := counters.labels:
+    def __init__(self, events: Events):
+        self._counts, self._before = events.counts_requests, 0
+        if labels := events.labels:
             from prometheus_client import Counter
 
             def counter(name: str, text: str):

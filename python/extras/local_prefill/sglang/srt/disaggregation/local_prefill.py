@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource, Events
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy
 from sglang.srt.disaggregation.peer_calls import tell
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
     from sglang.srt.disaggregation.decode_budget import LiveReqs
-    from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
@@ -162,12 +161,12 @@ class LocalPrefills(DeltaSource):
         tree: DecodeRadixCache,
         rows: Any,
         admission: AdmissionPolicy,
-        counters: KvTransferCounters,
+        events: Events,
         policy: Policy,
         tells: bool,
     ):
         """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
-        self._tree, self._rows, self._admission, self._counters = tree, rows, admission, counters
+        self._tree, self._rows, self._admission, self._events = tree, rows, admission, events
         self.policy, self._tells = policy, tells
         self.bucket = Bucket(admission.transfers.short)
         self.ranks = OtherRanks()
@@ -401,7 +400,7 @@ class LocalPrefills(DeltaSource):
                 # What has come into the tree since its admission was held, and not computed.
                 prompt_len, req.computed_here = len(req.origin_input_ids), one.computed
                 req.transfer_prefix_len = prompt_len - one.computed
-                self._counters.committed(prompt_len, req.transfer_prefix_len, one.computed)
+                self._events.committed(prompt_len, req.transfer_prefix_len, one.computed)
         self.waiting = [one for one in self.waiting if one.left]
 
 

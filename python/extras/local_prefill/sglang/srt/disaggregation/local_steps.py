@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.local_prefill import LocalHooks, LocalPrefills, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
@@ -47,8 +47,8 @@ def make_local_prefills(queue: Any) -> LocalHooks | None:
     most = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
     policy = policy.within(most, slices=not tree.is_eagle)
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
-    counters = KvTransferCounters.get(scheduler.server_args)
-    queue.local = LocalPrefills(tree, rows, admission, counters, policy, scheduler.attn_tp_rank == 0)
+    events = events_of(scheduler.server_args)
+    queue.local = LocalPrefills(tree, rows, admission, events, policy, scheduler.attn_tp_rank == 0)
     return LocalHooks(queue.local)
 
 

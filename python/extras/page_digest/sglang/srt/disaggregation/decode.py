@@ -6,9 +6,9 @@ Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) 
 from __future__ import annotations
 
 from sglang.srt.disaggregation import decode as engine
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.page_digest import PageDigests
 from sglang.srt.observability.digest_metrics import DigestCounters
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 __all__ = ["DecodePreallocQueue"]
 
@@ -19,7 +19,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _init_kv_manager(self):
         """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
         manager = super()._init_kv_manager()
-        manager.digest_counters = DigestCounters.of(KvTransferCounters.get(self.scheduler.server_args))
+        manager.digest_counters = DigestCounters.of(events_of(self.scheduler.server_args))
         if self.scheduler.server_args.disaggregation_decode_verify_pages:
             manager.page_digests = PageDigests.of_rank(
                 self.token_to_kv_pool,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix.hooks import Events
 
 __all__ = ["DigestCounters"]
 
@@ -15,9 +15,9 @@ __all__ = ["DigestCounters"]
 class DigestCounters:
     """Made once in a process, since Prometheus refuses a second registration; without metrics a no-op."""
 
-    def __init__(self, counters: KvTransferCounters) -> None:
-        """counters: the other ones of this worker. Each rank counts for itself."""
-        self._labels = labels = counters.labels
+    def __init__(self, events: Events) -> None:
+        """events: of this worker. Each rank counts for itself."""
+        self._labels = labels = events.labels
         if labels:
             # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
             from prometheus_client import Counter
@@ -30,9 +30,9 @@ class DigestCounters:
 
     @classmethod
     @cache
-    def of(cls, counters: KvTransferCounters) -> DigestCounters:
-        """Those of the worker with these counters."""
-        return cls(counters)
+    def of(cls, events: Events) -> DigestCounters:
+        """Those of the worker with these events."""
+        return cls(events)
 
     def mismatched(self) -> None:
         if self._labels:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.disaggregation.nixl.page_reads import PageReads
 from sglang.srt.disaggregation.offers import OFFER, Offer
@@ -395,7 +395,7 @@ def make_reads(scheduler: Any, manager: Any) -> DecodeReads | None:
         )
     check_tree(READ_FLAG, tree)
     reader = PageReads(manager.agent, manager.kv_args, manager.decode_kv_args_table, manager.attn_tp_size)
-    counters = ReadCounters(KvTransferCounters.get(args))
+    counters = ReadCounters(events_of(args))
     reads = DecodeReads(tree, reader, least, counters, lambda: weights_of(manager).current())
     reads.step_in_flight = lambda: bool(getattr(scheduler, "result_queue", None))
     reads.by_arrival = lambda: (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+    from sglang.srt.disaggregation.decode_radix.hooks import Events
 
 __all__ = ["ReadCounters"]
 
@@ -20,9 +20,9 @@ OUTCOMES = ("read", "memory", "weights", "slow", "failed")
 class ReadCounters:
     """Made once in a process, since Prometheus refuses a second registration; without metrics a no-op."""
 
-    def __init__(self, counters: KvTransferCounters) -> None:
-        """counters: the other ones of this worker. The rank that counts requests there counts these here."""
-        self._labels = labels = counters.labels if counters.counts_requests else {}
+    def __init__(self, events: Events) -> None:
+        """events: of this worker. The rank that counts requests counts these here."""
+        self._labels = labels = events.labels if events.counts_requests else {}
         if labels.get("engine_type") == "prefill":
             # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
             from prometheus_client import Counter

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix.hooks import Events, events_of
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -19,19 +19,19 @@ __all__ = ["TargetMetrics"]
 class TargetMetrics:
     """Prometheus metrics of one decode worker; every method is a no-op unless it runs with ``--enable-metrics``."""
 
-    _made: WeakKeyDictionary[KvTransferCounters, TargetMetrics] = WeakKeyDictionary()
+    _made: WeakKeyDictionary[Events, TargetMetrics] = WeakKeyDictionary()
 
     @classmethod
     def get(cls, server_args: ServerArgs) -> TargetMetrics:
         """Those of this process, beside its counters."""
-        counters = KvTransferCounters.get(server_args)
-        if counters not in cls._made:
-            cls._made[counters] = cls(counters)
-        return cls._made[counters]
+        events = events_of(server_args)
+        if events not in cls._made:
+            cls._made[events] = cls(events)
+        return cls._made[events]
 
-    def __init__(self, counters: KvTransferCounters):
-        self.enabled, self._counts_requests = counters.enabled, counters.counts_requests
-        labels = counters.labels
+    def __init__(self, events: Events):
+        labels = events.labels
+        self.enabled, self._counts_requests = bool(labels), events.counts_requests
         if self.enabled:
             from prometheus_client import Counter, Gauge
 

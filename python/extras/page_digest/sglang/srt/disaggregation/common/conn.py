@@ -16,7 +16,6 @@ from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.page_digest import DIGESTS, PageDigests, sends_digests
-from sglang.srt.observability import failure_causes
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ def _answer(sender: Any, kv_indices: npt.NDArray[np.int32], first_page: int, is_
 hooks.add_part(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
 for name in DIGESTS:
     prefill_peers.listen_for(name)
-failure_causes.add("digest", "is not what prefill sent|no digest of|the digest that prefill sent")
-failure_causes.add("mismatch", "asks for digests")
 
 
 class CommonKVManager(engine.CommonKVManager):

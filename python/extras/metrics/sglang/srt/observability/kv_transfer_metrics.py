@@ -8,20 +8,17 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.decode_radix.hooks import Events
 from sglang.srt.observability.failure_causes import CAUSES, cause_of
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.server_args import ServerArgs
 
-__all__ = ["KvTransferCounters", "count_transfer", "dp_rank_of"]
+__all__ = ["KvTransferCounters"]
 
 
-def dp_rank_of(scheduler: Any) -> int | None:
-    """Which of several DP ranks a scheduler is of; None where there is one."""
-    return (scheduler.dp_rank or 0) if scheduler.server_args.dp_size > 1 else None
-
-
-class KvTransferCounters:
+class KvTransferCounters(Events):
     """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
 
     The engine's multiprocess exporter adds up what the ranks count. Requests and their tokens are the same on all TP
@@ -37,7 +34,8 @@ class KvTransferCounters:
         if not args.enable_metrics:
             return cls.get(args)
         answers = not (scheduler.pp_rank or scheduler.attn_tp_rank or scheduler.attn_cp_rank)
-        return cls.get(args, dp_rank_of(scheduler), answers)
+        dp_rank = (scheduler.dp_rank or 0) if args.dp_size > 1 else None
+        return cls.get(args, dp_rank, answers)
 
     @classmethod
     def get(cls, server_args: ServerArgs, dp_rank: int | None = None, answers: bool = True) -> KvTransferCounters:
@@ -105,12 +103,10 @@ class KvTransferCounters:
 
     @property
     def counts_requests(self) -> bool:
-        """Whether this rank counts what is the same on all TP ranks."""
         return self._counts_requests
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of all metrics of this process; of a worker without metrics none."""
         return dict(self._labels) if self.enabled else {}
 
     def ended(self, reason: Any) -> None:
@@ -127,18 +123,20 @@ class KvTransferCounters:
         if self.enabled:
             self._lost.inc()
 
-    def sent(self, num_bytes: int, saved_bytes: int = 0, runs: int = 0) -> None:
-        if self.enabled:
-            self._runs.inc(runs)
-            self._sent.inc(num_bytes)
-            self._saved.inc(saved_bytes)
-
-    def sent_states(self, num_bytes: int) -> None:
-        if self.enabled:
-            self._states.inc(num_bytes)
+    def sent(
+        self, kv_args: Any, their_item_len: int, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0
+    ) -> None:
+        if not self.enabled:
+            return
+        # What is cut for another TP size is cut as its first buffer is; a draft's differ in size, and are then not cut.
+        first = kv_args.kv_item_lens[0] if kv_args.kv_item_lens else 1
+        page_bytes = sum(kv_args.kv_item_lens) * min(their_item_len, first) // first
+        self._states.inc(states * sum(kv_args.state_item_lens) if states else 0)
+        self._runs.inc(runs)
+        self._sent.inc(sent_pages * page_bytes)
+        self._saved.inc(saved_pages * page_bytes)
 
     def committed(self, prompt_len: int, prefix_len: int, computed: int = 0) -> None:
-        """The rest of a prompt has come; or all of it, ``computed`` tokens, is computed here."""
         if self._counts_requests:
             self._prompt.inc(prompt_len)
             self._hit.inc(prefix_len)
@@ -151,11 +149,13 @@ class KvTransferCounters:
         if self._counts_requests:
             self._blocked.inc()
 
-    def followed(self, num_tokens: int, seconds: float) -> None:
-        if self._counts_requests:
+    def admitted(self, decode_req: DecodeRequest, prefix_len: int, loaded: int) -> None:
+        entry = decode_req.entry
+        if self._counts_requests and entry.following_since is not None:
             self._followed.inc()
-            self._not_sent_twice.inc(max(num_tokens, 0))
-            self._following.inc(seconds)
+            self._not_sent_twice.inc(max(prefix_len - entry.held_alone, 0))
+            self._following.inc(entry.waited_s)
+        decode_req.req.time_stats.note_admitted(prefix_len, loaded, entry.local, entry.waited_s)
 
     def overtaken(self, num_requests: int) -> None:
         if self._counts_requests:
@@ -166,25 +166,3 @@ class KvTransferCounters:
             self._tree.set(evictable + protected)
             self._evictable.set(evictable)
             self._protected.set(protected)
-
-
-def count_transfer(
-    counters: KvTransferCounters,
-    kv_args: Any,
-    their_item_len: int,
-    sent_pages: int,
-    saved_pages: int,
-    runs: int = 0,
-    states: int = 0,
-) -> None:
-    """Add one transfer: of each page a decode rank gets its own share of the heads, or all of them.
-
-    kv_args: the engine's, of this rank. their_item_len: bytes of a page of one buffer there. runs: of pages that are
-    contiguous on both sides, in which they are sent. states: sent with it, by slot or page.
-    """
-    if states:
-        counters.sent_states(states * sum(kv_args.state_item_lens))
-    # What is cut for another TP size is cut as its first buffer is; a draft's differ in size, and are then not cut.
-    first = kv_args.kv_item_lens[0] if kv_args.kv_item_lens else 1
-    page_bytes = sum(kv_args.kv_item_lens) * min(their_item_len, first) // first
-    counters.sent(sent_pages * page_bytes, saved_pages * page_bytes, runs)

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 from engine_classes import engine_class
-from sglang.srt.disaggregation.decode import DecodeTransferQueue
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.observability.kv_transfer_metrics import count_transfer
+from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
-from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats, SchedulerReqTimeStats
+from test_dashboard import PANELS
 
 PREFIX = "sglang:"
 
@@ -96,24 +95,21 @@ def scheduler_of(mode: str, dp_size: int = 1, **ranks: int) -> SimpleNamespace:
 
 
 def test_the_rank_is_a_label_whoever_asks_next(registry, monkeypatch):
-    """Hooks of the transfer queue ask for them before there is a manager."""
-    scheduler = scheduler_of("decode", dp_size=2, dp_rank=1)
+    """The queues ask for them, which know of no rank."""
+    made = object.__new__(Scheduler)
+    vars(made).update(vars(scheduler_of("decode", dp_size=2, dp_rank=1)))
+    asked = []
+    monkeypatch.setattr(
+        engine_class(Scheduler), "init_disaggregation", lambda self: asked.append(events_of(self.server_args))
+    )
+    made.init_disaggregation()
+    assert asked[0].labels["dp_rank"] == "1"
 
-    class Made(Exception):
-        pass
 
-    def asks_first(args: object, tree: object) -> None:
-        KvTransferCounters.get(scheduler.server_args)
-        raise Made
-
-    def init(self: object) -> None:
-        self.scheduler, self.tree_cache = scheduler, object.__new__(DecodeRadixCache)
-
-    monkeypatch.setattr(engine_class(DecodeTransferQueue), "__init__", init)
-    monkeypatch.setattr(AdmissionPolicy, "of", asks_first)
-    with pytest.raises(Made):
-        DecodeTransferQueue()
-    assert KvTransferCounters.get(scheduler.server_args).labels["dp_rank"] == "1"
+def followed_s(seconds: float) -> SimpleNamespace:
+    """A request that has waited so long for the transfer of another."""
+    entry = SimpleNamespace(following_since=1.0, held_alone=0, waited_s=seconds, local=False)
+    return SimpleNamespace(entry=entry, req=SimpleNamespace(time_stats=SchedulerReqTimeStats()))
 
 
 @pytest.mark.parametrize("ranks", [{}, {"attn_tp_rank": 1}, {"attn_cp_rank": 1}, {"pp_rank": 1}])
@@ -123,7 +119,7 @@ def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, rank
     counters.ended(SimpleNamespace(status_code=500, message="timed out"))
     counters.blocked()
     counters.overtaken(1)
-    counters.followed(4, 0.5)
+    counters.admitted(followed_s(0.5), 4, 0)
     assert len(told(registry)) == (0 if ranks else 11)
     # What each rank finds out for itself.
     counters.lost_peer()
@@ -146,7 +142,7 @@ def test_requests_and_tokens_are_counted_by_the_rank_that_answers(registry, rank
 )
 def test_bytes_are_those_of_all_buffers(registry, lens, theirs, page_bytes):
     counters = KvTransferCounters("m", "prefill", enabled=True)
-    count_transfer(counters, SimpleNamespace(kv_item_lens=lens, state_item_lens=[]), theirs, 10, 5, 1)
+    counters.sent(SimpleNamespace(kv_item_lens=lens, state_item_lens=[]), theirs, 10, 5, 1)
     said = told(registry)
     assert said.pop("kv_transfer_runs_total") == 1
     assert said == ({
@@ -154,14 +150,26 @@ def test_bytes_are_those_of_all_buffers(registry, lens, theirs, page_bytes):
     } if page_bytes else {})  # fmt: skip
 
 
+def test_what_a_run_of_pages_has_is_that_of_all_layers(registry):
+    """As it is counted: Qwen3-8B's 36 layers, K and V, of which a backend writes one at a time."""
+    counters = KvTransferCounters("m", "prefill", enabled=True)
+    item, layers = 16 * 8 * 128 * 2, 36
+    kv_args = SimpleNamespace(kv_item_lens=[item] * 2 * layers, state_item_lens=[])
+    counters.sent(kv_args, item, 10, 0, 10)
+    counted = told(registry)
+    assert counted["kv_transfer_sent_bytes_total"] / counted["kv_transfer_runs_total"] == 2 * layers * item
+    (shown,) = (panel for panel in PANELS if panel["title"].startswith("Bytes in one run of pages"))
+    assert shown["title"].endswith("all layers") and "over twice the number of layers" in shown["description"]
+    assert "kv_transfer_sent_bytes_total" in shown["targets"][0]["expr"]
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_without_metrics_nothing_is_counted(registry, role):
     counters = KvTransferCounters("m", role, enabled=False)
-    counters.sent(1, 2, 3)
-    counters.sent_states(1)
+    counters.sent(SimpleNamespace(kv_item_lens=[1], state_item_lens=[1]), 1, 2, 3, states=1)
     counters.committed(1, 1)
     counters.blocked()
-    counters.followed(1, 1)
+    counters.admitted(followed_s(1), 1, 0)
     counters.overtaken(1)
     counters.tree(1, 1)
     assert not list(registry.collect())

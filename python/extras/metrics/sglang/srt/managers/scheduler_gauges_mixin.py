@@ -1,4 +1,4 @@
-"""What a worker of a pair says of the requests that it has, in its state and as gauges.
+"""What a worker says of its requests and pools, in its state and as gauges.
 
 Upstream: none is known.
 """
@@ -10,12 +10,15 @@ import time
 from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.prefix_reader import tokens_above
+from sglang.srt.mem_cache.tier import NO_TIER
+from sglang.srt.observability import thread_time
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 from sglang.srt.observability.worker_gauges import InHand, WorkerGauges, counts, in_hand, oldest
 
-__all__ = ["SchedulerGaugesMixin", "kept_for_copies"]
+__all__ = ["SchedulerGaugesMixin", "kept_for_copies", "places"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +35,45 @@ def kept_for_copies(tree: DecodeRadixCache) -> int:
     return tokens_above(tree.tier.nodes_in_use()) + tree.tier.unreturned_tokens
 
 
+def held_tokens(pools: Pools) -> int:
+    """Tokens that requests hold."""
+    return pools.size - pools.available_tokens() - pools.tree.evictable_size()
+
+
+def places(pools: Pools) -> dict[str, tuple[int, int]]:
+    """Size and free places of each pool that a worker has, by name: tokens, slots, rows and buffers."""
+    rows, tree = pools.rows, pools.tree
+    found = {"rows": (rows.size + getattr(rows, "pre_alloc_size", 0), len(rows.free_slots))}
+    if pools.has_one_kv_pool():
+        found["kv"] = pools.size, pools.available_tokens()
+    if pools.buffers is not None:
+        found["metadata"] = pools.buffers.size, pools.buffers.available_size()
+    found |= getattr(tree, "tier", NO_TIER).places()
+    if getattr(tree, "windows", None) is not None:
+        found["window"] = tree.windows.size, tree.windows.available_size()
+    states = getattr(rows, "mamba_pool", None)
+    if states is not None:
+        found["state"] = states.size, states.available_size()
+    return found
+
+
+def mark(pools: Pools) -> tuple[Any, ...]:
+    """Figures of which one changes with whatever a request does on a decode worker with the flag.
+
+    Or a flush: it begins the counts of locks anew, and only the tree's generation and growth never go back.
+    """
+    tree = pools.tree
+    counts = tree.generation, tree.growth, tree.locks_taken, tree.locks_released
+    return *counts, tree.evictable_size(), *places(pools).values()
+
+
 class SchedulerGaugesMixin(Base):
     """Counts requests by state, and writes the gauges of a worker with --enable-metrics."""
 
+    # The most tokens that requests held at the end of a step of the decode queue, since the last flush. And the longest
+    # that such a step has taken, or a request's way into the queue; seconds.
+    kv_used_peak = 0
+    longest_queue_step = 0.0
     # The engine's, of which each scheduler has its own from its start on.
     enable_metrics = False
     _gauges: WorkerGauges | None = None
@@ -46,6 +85,55 @@ class SchedulerGaugesMixin(Base):
 
     def _in_pair(self) -> bool:
         return self.disaggregation_mode != DisaggregationMode.NULL
+
+    def init_disaggregation(self) -> None:
+        """Makes the counters, which go by the rank: the queues ask for them without."""
+        if self.server_args.disaggregation_mode != "null":
+            KvTransferCounters.of(self)
+        super().init_disaggregation()
+
+    # ---- the record since the last flush ----
+
+    def process_decode_queue(self) -> None:
+        """Records a step of the decode queue, with the flag or without.
+
+        It ends when what it admitted has its pages, and begins after a decode step has freed those of the answers that
+        ended in it, so the record misses no request, however short its life.
+        """
+        began = thread_time.now()
+        super().process_decode_queue()
+        pools = self.pools()
+        if pools.has_one_kv_pool():
+            self.kv_used_peak = max(self.kv_used_peak, held_tokens(pools))
+        self.longest_queue_step = max(self.longest_queue_step, thread_time.now() - began)
+
+    def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
+        """Records how long a request's way into the queue takes."""
+        began = thread_time.now()
+        super()._add_request_to_queue(req, is_retracted)
+        self.longest_queue_step = max(self.longest_queue_step, thread_time.now() - began)
+
+    def flush_cache(self) -> bool:
+        """Begins the record anew."""
+        self.kv_used_peak, self.longest_queue_step = 0, 0.0
+        return super().flush_cache()
+
+    # ---- what is said ----
+
+    def pool_record(self, idle: bool) -> dict[str, Any]:
+        """Adds the record, the audit and the requests; tokens and seconds."""
+        more: dict[str, Any] = {"longest_queue_step_s": round(self.longest_queue_step, 3)}
+        if self.pools().has_one_kv_pool():
+            more = {"used_peak": self.kv_used_peak} | more
+        more |= super().pool_record(idle)
+        if idle and isinstance(self.tree_cache, DecodeRadixCache):
+            more["audit"] = self.audit_at_rest()
+        return more | self.state_of_requests()
+
+    def begin_turn(self, recv_reqs) -> None:
+        """Adds, once per turn of every event loop, the worker's gauges."""
+        super().begin_turn(recv_reqs)
+        self.publish_gauges()
 
     def state_of_requests(self) -> dict[str, Any]:
         """How many requests are in each state, and the oldest of them; empty without disaggregation."""
@@ -65,7 +153,7 @@ class SchedulerGaugesMixin(Base):
             return
         found = in_hand(self)
         self._gauges.write_requests(found)
-        self._gauges.write_pools(self.pools().places())
+        self._gauges.write_pools(places(self.pools()))
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._publish_decode(self._gauges, found)
 
@@ -85,9 +173,9 @@ class SchedulerGaugesMixin(Base):
     def audit_at_rest(self) -> list[str]:
         """What the audit of an idle decode worker with the flag finds; nothing is audited twice in the same state."""
         pools = self.pools()
-        mark = pools.mark()
-        if self._faults is None or mark != self._audited:
-            self._audited, self._audited_at = mark, time.monotonic()
+        now = mark(pools)
+        if self._faults is None or now != self._audited:
+            self._audited, self._audited_at = now, time.monotonic()
             self.publish_audit(pools.audit())
         assert self._faults is not None
         return self._faults

@@ -1,40 +1,23 @@
-"""Transfer figures of a request whose prefix decode held, its spans, and its time stamps for `pd-radix trace`.
+"""Transfer figures of a request whose prefix decode held, and its spans.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); for spans and time stamps none is known.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); for spans none is known.
 """
 
 from __future__ import annotations
 
-import os
 import time
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.observability import req_time_stats as engine
-from sglang.srt.observability import request_life
 
 __all__ = ["SchedulerReqTimeStats"]
 
 
 class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
-    """Request times that know how much of the prompt was not sent, and that tell all stamps where these are kept."""
+    """Request times that know how much of the prompt was not sent."""
 
     # Tokens that decode held, so that prefill did not send them.
     decode_prefix_len = 0
-    # When each stage was reached, as the scheduler has told it; in other processes.
-    life: dict[str, float] | None = None
-
-    # Each message of each request is pickled: where nothing is remembered, that is the engine's alone.
-    if os.environ.get(request_life.VARIABLE):
-
-        def __getstate__(self) -> dict:
-            """Adds all stamps where a worker remembers them: the engine sends five, and its detokenizer none."""
-            state = super().__getstate__()
-            if not request_life.remembers():
-                return state
-            life = self.life
-            if life is None:
-                life = request_life.stamps(self, request_life.SCHEDULER_STAGES, engine.global_diff_realtime_monotonic)
-            return {**state, "life": life}
 
     def note_admitted(self, held: int, host: int, local: bool, followed_s: float) -> None:
         """Tell the span of the handshake that a decode worker has admitted the request; it ends when KV is asked for.

@@ -30,7 +30,7 @@ from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 
 from sglang_pd_radix.tools import reference
 
-PATCH = Path(__file__).parents[3] / "python" / "sglang" / "srt"
+PATCH = Path(__file__).parents[3] / "sglang" / "srt"
 
 
 @pytest.fixture
@@ -108,7 +108,6 @@ def test_requests_by_state_through_the_life_of_one(scheduler, registry):
 def test_the_tree_is_told_when_what_is_free_is(scheduler, registry, monkeypatch):
     """Told in between, what comes into the tree would be free too, and PdRadixPoolTwice would fire."""
     world = scheduler.world
-    world.queue.counters = KvTransferCounters.get(scheduler.server_args)
 
     def parts() -> tuple[float, ...]:
         of_tree = (told(registry, f"decode_radix_{part}_tokens")[""] for part in ("evictable", "protected"))
@@ -141,8 +140,7 @@ def test_what_a_decode_worker_without_the_flag_writes(monkeypatch, registry):
     """And nothing else, as docs/reference.md has it: a transfer that fails is the engine's to count."""
     made = worker_of(monkeypatch, World(size=64, page_size=4, tree_type=ChunkCache, watermark=None))
     world, failed, written = made.world, [], set()
-    world.queue.counters = KvTransferCounters.get(made.server_args)
-    KvTransferCounters._made["m", "decode"] = world.queue.counters
+    KvTransferCounters._made["m", "decode"] = KvTransferCounters.get(made.server_args)
     world.scheduler.enable_metrics = True
     world.scheduler.metrics_collector = SimpleNamespace(increment_transfer_failed_reqs=lambda: failed.append(1))
 
