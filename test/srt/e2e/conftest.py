@@ -12,6 +12,7 @@ import mooncake_master
 import pytest
 from pd import FLAG, LOCAL, ask, base_prompt, conversations, hit_lengths
 
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host
 from sglang_pd_radix.tools.cluster import Cluster
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
@@ -40,6 +41,7 @@ THOROUGH = [
     ("test_tensor_parallel.py", {"backend": "mooncake"}),
     ("test_tensor_parallel.py", {"cluster_and_truth": "mla"}),
     ("test_up_command.py", {"backend": "mooncake"}),
+    ("test_without_extras.py", {"backend": "mooncake"}),
     ("test_dead_peers.py", {}),
     ("test_late_writes.py", {}),
     ("test_lost_prefill.py", {}),
@@ -70,7 +72,8 @@ def _sent_by_prefill(decode_args):
     """Decode's options, with which prefill computes all prompts where a test does not say: most look at transfers."""
     if decode_args and not isinstance(decode_args[0], str):
         return [_sent_by_prefill(each) for each in decode_args]
-    return [*decode_args, LOCAL, "off"] if FLAG in decode_args and LOCAL not in decode_args else decode_args
+    computes = FLAG in decode_args and LOCAL not in decode_args and "local_prefill" in loader.extras()
+    return [*decode_args, LOCAL, "off"] if computes else decode_args
 
 
 class Clusters:
@@ -80,7 +83,7 @@ class Clusters:
         self.log_root, self.key, self.cluster, self.count = log_root, None, None, 0
 
     def get(self, model, **options) -> Cluster:
-        if "decode_args" in options:
+        if "decode_args" in options and loader.EXTRAS not in options.get("env", {}):
             options["decode_args"] = _sent_by_prefill(options["decode_args"])
         key = repr((model, sorted(options.items())))
         if key != self.key:

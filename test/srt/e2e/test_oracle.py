@@ -40,7 +40,8 @@ def cluster(clusters, model, truth, backend, page):
     """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 computes short remainders of
     prompts, as by default: before a backend takes part."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
-    workers = [[FLAG], [], *([[FLAG, LOCAL, "auto"]] if page == 16 and backend == "nixl" else [])]
+    default = page == 16 and backend == "nixl" and "local_prefill" in loader.extras()
+    workers = [[FLAG], [], *([[FLAG, LOCAL, "auto"]] if default else [])]
     return clusters.get(model, decode=len(workers), decode_args=workers, common_args=args, backend=backend)
 
 

@@ -23,6 +23,8 @@ import zmq
 from hypothesis import HealthCheck, settings
 from sglang.srt import server_args
 
+from sglang_pd_radix.patching import loader
+
 if TYPE_CHECKING:
     from ranks import Pair
 
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 pytest_sessionfinish = end_of_a_run.pytest_sessionfinish
+
+# Of all extras together: left out where SGLANG_PD_RADIX_EXTRAS selects some.
+ALL_EXTRAS = ("deploy_files", "docs", "engine_options", "reference", "simulate", "simulation_gates", "troubleshooting")
+collect_ignore = [] if loader.extras() == loader.known_extras() else [f"test_{name}.py" for name in ALL_EXTRAS]
 
 
 def pytest_collection_finish() -> None:

