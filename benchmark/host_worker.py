@@ -46,7 +46,7 @@ class Wire:
     carries_prefix, require_staging, metadata_room, fenced = True, False, None, False
     peer_takes_prefix, bootstrap_addr, conclude_state = True, "10.0.0.1:1", None
     # It computes all prompts itself.
-    kv_mgr = SimpleNamespace(prefills=SimpleNamespace(drops=lambda addr: False))
+    kv_mgr = SimpleNamespace(drops=lambda addr: False)
 
     def __init__(self, meta: Any, req: Req):
         self.meta, self.req, self.state = meta, req, KVPoll.WaitingForInput

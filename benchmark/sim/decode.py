@@ -56,7 +56,7 @@ class Receiver:
         self.state = KVPoll.Bootstrapping
         self.quiet = False
         # Every prefill here drops what decode computes.
-        self.kv_mgr = SimpleNamespace(prefills=SimpleNamespace(drops=lambda address: True))
+        self.kv_mgr = SimpleNamespace(drops=lambda address: True)
 
     def init(self, prefill_dp_rank: int) -> None:
         self.worker.clock.after(self.worker.times.handshake, self._shaken)
