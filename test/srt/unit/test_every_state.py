@@ -14,7 +14,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,7 +31,6 @@ from sglang.srt.disaggregation.common import peer_watch, prefill_peers
 from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
 from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_prefix import prompt_digests
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
@@ -72,7 +70,6 @@ class Half:
         self.bench, self.req = bench, req
         self.sender = bench.sender_type(bench.prefill, bench.addr(req), req.bootstrap_room, [0], 0)
         self.sender.prompt_len = len(req.origin_input_ids)
-        self.sender.own_prompt = partial(prompt_digests, req)
         self.goes_on = self.begun = self.ended = False
         self.sent = 0
         self.receiver: Any = None

@@ -29,14 +29,14 @@ from sglang.srt.disaggregation.decode_handshakes import (
     poll_handshake,
     take_polls,
 )
-from sglang.srt.disaggregation.decode_prefix import KvTransferCounters
+from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE, KvTransferCounters
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
 from sglang.srt.disaggregation.decode_resume import Resumption, joins
 from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
+from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
@@ -113,6 +113,10 @@ class DecodeRequest(engine.DecodeRequest):
         """It has joined the queue of a schedule policy."""
         self.entry = entry
         return entry
+
+    def said_prompt(self) -> bytes:
+        """What prefill compares of its prompt with its own: how many tokens it has."""
+        return len(self.req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
 
     def take_buffer(self, index: int) -> None:
         """Its metadata will come into that buffer."""
@@ -465,7 +469,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             else:
                 # First: what it waits for no longer need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
-                keep_same_images(decode_req, self.metadata_buffers.output_ids, self.policy)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
                 note_known(decode_req.req.last_node)
