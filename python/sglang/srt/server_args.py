@@ -125,13 +125,6 @@ class ServerArgs(engine.ServerArgs):
         if self.enable_mamba_extra_buffer():
             # Its slots hold states for a prefix cache. This one holds none; all else that it allows has been settled.
             self.mamba_scheduler_strategy = "no_buffer"
-        if self.speculative_algorithm is not None and self.grammar_backend != "none":
-            self.grammar_backend = "none"
-            logger.warning(
-                "Grammars (json_schema, regex, ebnf, structural_tag) are not verified together with %s and speculative "
-                "decoding: requests with one are refused.",
-                FLAG,
-            )
         logger.info("Decode worker keeps a radix cache: prefill is asked only for KV it does not hold.")
 
     def _check_decode_radix_cache(self) -> None:

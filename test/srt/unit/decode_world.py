@@ -93,9 +93,9 @@ class Receiver:
 
     @property
     def kv_mgr(self) -> SimpleNamespace:
-        # All drop what decode computes.
-        can = SimpleNamespace(drops=True)
-        return SimpleNamespace(prefills=SimpleNamespace(of=lambda addr: can, drops=lambda addr: can.drops))
+        # For extras: all drop what decode computes.
+        can = SimpleNamespace()
+        return SimpleNamespace(prefills=SimpleNamespace(of=lambda addr: can), drops=lambda addr: True)
 
     @property
     def conclude_state(self) -> KVPoll | None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from decode_world import World, aborted, kv_of
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.local_policy import Bucket
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
@@ -211,7 +210,8 @@ class Loop(World):
             memory.save, memory.load = self._when_over(memory.save), self._when_over(memory.load)
         for source in self.transfer.hooks.source:
             # What is measured of steps is not the same in every run.
-            source().bucket.own = lambda: [0] * Bucket.width
+            bucket = source().bucket
+            bucket.own = lambda width=bucket.width: [0] * width
         self.scheduler = self.queue.scheduler = self.transfer.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> LoopScheduler:

@@ -82,7 +82,7 @@ def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
         local = object.__new__(LocalPrefills)
         local.waiting = waiting
         transfers = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
-        transfers.hooks = SimpleNamespace(source=[local.source])
+        transfers.hooks = SimpleNamespace(source=[lambda: local])
         scheduler.disagg_decode_transfer_queue = transfers
         running += [one.req for one in waiting]
     scheduler.abort_request(AbortReq(rid="1"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +13,6 @@ from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.decode_budget import (
     AdmissionPlan,
     Budget,
-    DraftSlots,
     Lengths,
     Memory,
     Running,
@@ -28,7 +26,6 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 from sglang.srt.sampling.sampling_params import SamplingParams
-from speculating_loop import SpeculatingLoop
 from test_followers import asked, queue
 from test_traps import serve, tokens
 
@@ -89,75 +86,6 @@ def test_what_requests_have_of_the_pool_in_whole_pages():
     assert uses_of(asked, lengths) == uses_of(asked, lengths) == Uses([32, 48, 16], 48, [48, 96, 112])
     assert uses_of(reqs(), Lengths(1, 100)) == Uses([31, 33, 8], 48, [38, 96, 107])
     assert uses_of([], lengths) == Uses([], 0, [])
-
-
-def test_what_is_drafted_counts_to_the_end_of_an_answer():
-    plain, lengths = Lengths(16, 100, 4096), Lengths(16, 100, 4096, DraftSlots(held=8, free=32))
-    assert (plain.at_end(30, 10), plain.at_end(30, 500)) == (48, 144)
-    # 40 tokens and 8 ahead of them in three pages, then in four.
-    assert (lengths.at_end(30, 10), lengths.at_end(30, 11)) == (48 + 32, 64 + 32)
-    assert lengths.at_end(30, 500) == 144 + 32
-    assert (plain.lacked_at_most, lengths.lacked_at_most) == (112, 112 + 32)
-    # What the pool does not have nobody can wait for; the tokens themselves are another matter.
-    assert [lengths._replace(pool_size=size).at_end(30, 10) for size in (70, 64, 48, 40)] == [64, 64, 48, 48]
-
-
-@pytest.mark.parametrize(
-    ("overlap", "page_size", "expected"),
-    [(True, 1, (8, 8)), (True, 16, (8, 32)), (False, 1, (0, 4)), (False, 16, (0, 16))],
-)
-def test_what_drafts_take_is_what_the_engine_allocates(overlap, page_size, expected):
-    """To the slot, in the steps of one request; and the engine wants as much again before each of them."""
-    loop = SpeculatingLoop(True, overlap, size=256, page_size=page_size, reserved=0)
-    drafts = loop.queue.accounts.lengths.drafts
-    assert drafts == expected
-    made = loop.arrive([1, 2, 1, 1, 2], max_new=20)
-    loop.handshake(made)
-    ahead = []
-
-    def between() -> None:
-        for decode_req in loop.asked:
-            loop.complete(decode_req)
-        if loop.running:
-            ahead.append(made.req.kv_allocated_len - made.req.kv_committed_len)
-        if loop.told and loop.in_flight is None:
-            raise LoopEnds
-        assert loop.iterations < 60
-
-    loop.run(between)
-    assert max(ahead) == drafts.held
-    world = World()
-    assert world.queue.accounts.lengths.drafts == DraftSlots()
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_who_drafts_can_finish_beside_a_transfer(overlap, page_size):
-    """Of 64 tokens the transfer takes 36: enough is left for 28, and not for what is drafted behind them."""
-    for first in itertools.product((1, 2), repeat=3):
-        loop = SpeculatingLoop(True, overlap, size=64, page_size=page_size, reserved=0)
-        made = [loop.arrive([*first, *[1] * 13], max_new=12)]
-        loop.handshake(made[0])
-        _run_to_its_end(loop, made)
-        assert [req.rid for req in loop.told] == [made[0].req.rid]
-        assert made[0].req.to_finish is None and len(made[0].req.output_ids_through_stop) == 12
-
-
-def _run_to_its_end(loop: SpeculatingLoop, made: list) -> None:
-    """A second request comes when the first runs, and is left in transfer until that has ended."""
-
-    def between() -> None:
-        if loop.running and len(made) == 1:
-            made.append(loop.arrive([3] * 36, max_new=2))
-            loop.handshake(made[1])
-        for decode_req in loop.asked:
-            if decode_req is made[0] or loop.told:
-                loop.complete(decode_req)
-        if loop.told and len(made) == 2 and made[1] in loop.asked:
-            raise LoopEnds
-        assert loop.iterations < 60, "the second waits for ever"
-
-    loop.run(between)
 
 
 def found(length: int, evictable: int) -> PrefixPeek:

@@ -14,7 +14,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,6 @@ from sglang.srt.disaggregation.common import peer_watch, prefill_peers
 from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
 from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_prefix import prompt_digests
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
@@ -72,7 +70,6 @@ class Half:
         self.bench, self.req = bench, req
         self.sender = bench.sender_type(bench.prefill, bench.addr(req), req.bootstrap_room, [0], 0)
         self.sender.prompt_len = len(req.origin_input_ids)
-        self.sender.own_prompt = partial(prompt_digests, req)
         self.goes_on = self.begun = self.ended = False
         self.sent = 0
         self.receiver: Any = None
@@ -966,24 +963,6 @@ def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: B
     assert bench.told(req) == 1 and has_failed(bench, req)
     assert f"{bench.address}_0_0_0" not in bench.manager.connection_pool
     bench.assert_books_closed()
-
-
-@pytest.mark.parametrize("theirs, own", [(None, "EAGLE"), ("EAGLE", None), ("another draft", "EAGLE3")])
-def test_a_prefill_that_does_not_speculate_alike_is_said_so(
-    bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch, theirs: str | None, own: str | None
-):
-    """Its pages would bring no KV for this worker's drafts, which tokens do not show."""
-    (port,) = free_ports(1)
-    answer = {"version": 1, "pieces": 0, "state": 1, **({"drafts": theirs} if theirs else {})}
-    if theirs == "another draft":
-        answer |= {"drafts": own, "draft_model": theirs}
-        monkeypatch.setitem(CODE, "describe_draft", lambda server_args: "this draft")
-    reply = SimpleNamespace(status_code=200, json=lambda: answer)
-    monkeypatch.setattr(bench.manager.prefills, "_get", lambda *args, **kwargs: reply)
-    monkeypatch.setattr(bench.manager.server_args, "speculative_algorithm", own, raising=False)
-    req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
-    assert timed(bench, req) < 12
-    assert "this decode worker" in req.finished_reason.message and (theirs or "nothing") in req.finished_reason.message
 
 
 # ---- how long it takes prefill to know that a decode worker is gone ----

@@ -119,30 +119,6 @@ def test_other_combinations_are_refused(parse, options, named):
     assert FLAG in str(refused.value) and named in str(refused.value)
 
 
-EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "draft"]
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_eagle_keeps_the_radix_cache(parse, algorithm):
-    args = parse(*DECODE, "--speculative-algorithm", algorithm, *EAGLE[2:], FLAG)
-    assert not args.disable_radix_cache and args.speculative_eagle_topk == 1
-    # Requests with a grammar are refused one by one, by the engine's own check.
-    assert args.grammar_backend == "none" and parse(*DECODE, FLAG).grammar_backend != "none"
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ([*EAGLE, "--enable-custom-logit-processor"], "--enable-custom-logit-processor"),
-        (["--speculative-algorithm", "EAGLE"], "MTP"),
-    ],
-)
-def test_other_speculation_is_refused(parse, options, named):
-    with pytest.raises(ValueError) as refused:
-        parse(*DECODE, *options, FLAG)
-    assert FLAG in str(refused.value) and named in str(refused.value)
-
-
 @pytest.fixture(scope="module")
 def parse_hybrid(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model") / "hybrid", ModelShape(arch="qwen3-next"))
@@ -171,24 +147,6 @@ def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monke
     assert args.max_mamba_cache_size == 20 and left == pytest.approx(1 - 20 / 1024)
     assert runner._resolve_max_num_reqs(100_000) == 20
     assert args.disable_radix_cache == (not flag)
-
-
-def test_a_draft_in_a_hybrid_model(parse_hybrid):
-    """Qwen3-Next's and Qwen3.5's own are verified; others are not, nor is one beside a model that has states."""
-    options = [FLAG, "--mamba-scheduler-strategy", "extra_buffer", "--speculative-algorithm"]
-    for name in ("EAGLE", "NEXTN"):
-        args = parse_hybrid(*options, name)
-        assert not args.disable_radix_cache and args.speculative_algorithm == "EAGLE"
-    with pytest.raises(ValueError, match="MTP"):
-        parse_hybrid(*options, "EAGLE3")
-    cache_support.check(cache_support.LINEAR, args)
-    args.speculative_draft_model_path = "other"
-    with pytest.raises(ValueError, match=r"linear attention .*\(other\).*without the flag"):
-        cache_support.check(cache_support.LINEAR, args)
-    args.speculative_draft_model_path = None
-    args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["JetNemotronForCausalLM"]))
-    with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM, Qwen3_5"):
-        args._check_decode_radix_cache()
 
 
 @pytest.mark.parametrize(
@@ -236,9 +194,8 @@ def test_a_tree_that_keeps_nothing_is_refused():
     engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
     engines.disable = True
     runner: Any = SimpleNamespace(token_to_kv_pool=None)
-    args: Any = SimpleNamespace(enable_hierarchical_cache=False)
     with pytest.raises(ValueError, match=f"{FLAG} needs the radix cache, .* Transformers backend"):
-        kv_cache_builder.build(cache_support.DECODE, engines, args, runner, lambda: 0, lambda: None)
+        kv_cache_builder.build(cache_support.DECODE, engines, runner, lambda: 0)
 
 
 @pytest.mark.parametrize("name", [FLAG, "--disaggregation-enable-decode-radix-cache"])

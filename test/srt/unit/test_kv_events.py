@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from decode_world import World
 from kv_listener import Listener, names_in, names_of
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
+from sglang.srt.disaggregation.kv_events import BlockStored
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from speculating_loop import SpeculatingLoop
-from test_speculation import ask
 from test_traps import PAGE, serve_to_end, tokens
 
 
@@ -81,14 +78,3 @@ def test_an_extra_key_has_names_of_its_own():
     world.tree.evict_shortfall(world.tree.evictable_size() - 1)
     listener.hear(world.tree.take_events())
     assert held and set(listener.parents) == set(names_in(world.tree))
-
-
-def test_with_drafts_events_have_the_tokens_of_pages():
-    """The tree goes by pairs of tokens; nobody who listens could read those."""
-    loop, prompt = SpeculatingLoop(True, True, size=96, page_size=4), [1, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 2, 1]
-    loop.tree.enable_kv_cache_events, loop.tree.kv_event_queue = True, []
-    ask(loop, [prompt])
-    events = loop.tree.take_events()
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events)), type=KVEventBatch)
-    stored = [event for event in told.events if isinstance(event, BlockStored)]
-    assert [event.token_ids for event in stored[:3]] == [prompt[:4], prompt[4:8], prompt[8:12]]

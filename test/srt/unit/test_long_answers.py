@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.decode import DecodeRequest
 from test_traps import tokens
@@ -13,7 +15,7 @@ def test_one_that_is_longer_than_planned_has_room_ahead_of_others():
     """Another one's transfer takes some steps, in which nothing of it can be taken back."""
     loop = Loop(size=128, page_size=1, reserved=2, max_reqs=4)
     accounts = loop.queue.accounts
-    accounts.lengths = accounts.lengths._replace(most_new_tokens=PLANNED)
+    accounts.lengths = replace(accounts.lengths, most_new_tokens=PLANNED)
     made: list[DecodeRequest] = []
     asked_in = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
@@ -11,7 +10,6 @@ from sglang.srt.disaggregation.common.peer_sockets import Loss
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
-from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -260,56 +258,6 @@ def test_what_fails_on_one_rank_alone_ends_when_decode_has_heard_of_it(loop: Pre
     loop.run(12)
     for scheduler in loop.schedulers:
         assert assert_told(scheduler) == (2 if loop.ranks.size == 1 else 4)
-        scheduler.assert_nothing_held()
-
-
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_what_decode_computes_after_all_is_computed_no_further(loop: PrefillLoop, after: int):
-    """Decode has asked for it and waits no longer; the client has been answered, and decode is told as of a failure."""
-    loop.arrive(100, ROOM)
-    loop.arrive(20, OTHER)
-    heard: set[int] = set()
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if len(scheduler.steps) == after and scheduler.tp_rank not in heard:
-            heard.add(scheduler.tp_rank)
-            scheduler.handle_computed_request(ComputedReq(ROOM, f"request-{ROOM}"))
-
-    loop.before = before
-    loop.run(14)
-    for scheduler, rank in zip(loop.schedulers, loop.wire.prefill, strict=True):
-        assert sum(step.get(f"request-{ROOM}", 0) for step in scheduler.steps) <= (after + 1) * CHUNK
-        assert_told(scheduler, "decode computes it itself")
-        assert [req.bootstrap_room for req, _ in scheduler.told].count(OTHER) == 1
-        scheduler.assert_nothing_held()
-        assert rank.told(f"{ROOM}_fail")
-
-
-@pytest.mark.parametrize("heard_by_one", ["its request", "its cancel"])
-def test_what_decode_computes_after_all_leaves_all_ranks_queues(loop: PrefillLoop, heard_by_one: str):
-    """What decode has told one rank on its way to the others, or has taken back, changes none of them alone."""
-    loop.arrive(100, ROOM, asked=heard_by_one == "its cancel")
-    if heard_by_one == "its request":
-        wire = loop.not_asked
-        wire.start_decode()
-        indices = np.arange(32, 32 + wire.num_pages, dtype=np.int32)
-        wire.receivers[0].send_metadata(indices, 1, None, decode_prefix_len=0)
-        nixl_wire.until(lambda: ROOM in loop.wire.prefill[0].manager.transfer_infos, "asked")
-    heard: set[int] = set()
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank not in heard:
-            heard.add(scheduler.tp_rank)
-            if heard_by_one == "its cancel" and scheduler.tp_rank == 0:
-                manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
-                manager.rooms.give_up(ROOM)
-                manager.settle()
-            scheduler.handle_computed_request(ComputedReq(ROOM, f"request-{ROOM}"))
-
-    loop.before = before
-    loop.run(6)
-    for scheduler in loop.schedulers:
-        assert not scheduler.disagg_prefill_bootstrap_queue.queue
         scheduler.assert_nothing_held()
 
 

@@ -16,17 +16,21 @@ import requests
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import peer_calls, room_notes
 from sglang.srt.disaggregation.peer_calls import (
-    COMPUTED_ROUTE,
     FIELDS,
     REFUSED_RANK_ROUTE,
     REFUSED_ROUTE,
     NotNow,
     Unanswered,
+    add_route,
     ask,
     listen,
     tell,
 )
 from waiting import until
+
+# Of an extra, with rooms alone.
+TOLD_ROUTE = "/told_room"
+add_route(TOLD_ROUTE)
 
 GOOD: dict[str, dict[str, Any]] = {
     route: {name: kind(1) for name, kind in fields.items()} for route, fields in FIELDS.items()
@@ -70,17 +74,17 @@ def test_those_that_do_not_answer_hold_up_nothing_for_another(prefill, heard, bl
         for addr in black_holes
         for call in (
             tell(addr, REFUSED_ROUTE, [room], reason="why"),
-            tell(addr, COMPUTED_ROUTE, [room]),
+            tell(addr, TOLD_ROUTE, [room]),
             ask(addr, REFUSED_RANK_ROUTE, [room], dp_rank=1),
         )
     ]
     tell(prefill, REFUSED_ROUTE, [7, 8], reason="why").result(20)
-    tell(prefill, COMPUTED_ROUTE, [9]).result(20)
+    tell(prefill, TOLD_ROUTE, [9]).result(20)
     assert ask(prefill, REFUSED_RANK_ROUTE, [7], dp_rank=1).result(20) == (200, "OK")
     assert time.monotonic() - began < 15
     assert heard == [
         (REFUSED_ROUTE, [7, 8], {"reason": "why"}),
-        (COMPUTED_ROUTE, [9], {}),
+        (TOLD_ROUTE, [9], {}),
         (REFUSED_RANK_ROUTE, [7], {"dp_rank": 1}),
     ]
     assert not any(call.done() for call in silent) and all(call.cancel() for call in silent)
@@ -168,7 +172,7 @@ def peer(monkeypatch) -> Iterator[Callable[..., tuple[str, list]]]:
 def test_a_worker_is_told_until_it_has_heard(peer, caplog, statuses, times, taken):
     """Over one connection; requests name workers, and their answers have no other effect."""
     addr, asked = peer(*statuses)
-    told = tell(addr, COMPUTED_ROUTE, [5])
+    told = tell(addr, TOLD_ROUTE, [5])
     assert (told.exception(20) is None) == taken
     assert len(asked) == times and len(set(asked)) == 1 and asked[0][0] is None
     until(lambda: caplog.text.count("could not be told") == (not taken), "the log", timeout=5)
@@ -179,7 +183,7 @@ def test_a_worker_that_is_started_again_is_told(monkeypatch):
     with socket.socket() as none:
         none.bind(("127.0.0.1", 0))
         addr = f"127.0.0.1:{none.getsockname()[1]}"
-        told = tell(addr, COMPUTED_ROUTE, [5])
+        told = tell(addr, TOLD_ROUTE, [5])
         time.sleep(0.1)
         port = none.getsockname()[1]
     with ThreadingHTTPServer(("127.0.0.1", port), type("Taken", (BaseHTTPRequestHandler,), {"do_POST": _take})) as back:
@@ -197,17 +201,17 @@ def _take(self: Any) -> None:
 @pytest.mark.parametrize("addr", ["", "a b:1", "[:1", "x" * 70 + ".invalid:1", "127.0.0.1:99999", "a/b:1"])
 def test_what_is_no_address_costs_one_line(monkeypatch, caplog, addr):
     monkeypatch.setattr(peer_calls, "AGAIN_S", 0.0)
-    assert isinstance(tell(addr, COMPUTED_ROUTE, [5]).exception(20), Unanswered)
+    assert isinstance(tell(addr, TOLD_ROUTE, [5]).exception(20), Unanswered)
     until(lambda: len(caplog.records) == 1, "the log", timeout=5)
 
 
 def test_calls_are_bounded_and_go_on_where_a_thread_can_be_started(monkeypatch, prefill, black_holes, no_threads):
     monkeypatch.setattr(peer_calls, "_calls", peer_calls._Calls())
     with no_threads():
-        assert isinstance(tell(prefill, COMPUTED_ROUTE, [5]).exception(0), Unanswered)
-    tell(prefill, COMPUTED_ROUTE, [5]).result(20)
+        assert isinstance(tell(prefill, TOLD_ROUTE, [5]).exception(0), Unanswered)
+    tell(prefill, TOLD_ROUTE, [5]).result(20)
     monkeypatch.setattr(peer_calls, "MOST_WAITING", 3)
-    waiting = [tell(black_holes[0], COMPUTED_ROUTE, [5]) for _ in range(3)]
+    waiting = [tell(black_holes[0], TOLD_ROUTE, [5]) for _ in range(3)]
     with pytest.raises(Unanswered, match="too many calls wait"):
         ask(prefill, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(0)
     assert all(one.cancel() for one in waiting)
@@ -286,7 +290,7 @@ def test_names_that_dns_does_not_answer_hold_up_no_other(prefill, monkeypatch):
         return look_up("127.0.0.1" if name == "known" else host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    told = [tell(f"silent-{i}:1", COMPUTED_ROUTE, [5]) for i in range(100)]
+    told = [tell(f"silent-{i}:1", TOLD_ROUTE, [5]) for i in range(100)]
     try:
         known = f"known:{prefill.rpartition(':')[2]}"
         assert ask(known, REFUSED_RANK_ROUTE, [5], dp_rank=1).result(30)[0] == 200

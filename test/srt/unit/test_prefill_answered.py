@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import MethodType, SimpleNamespace
 
 import pytest
-import torch
 from prefill_loop import PrefillLoop
-from sglang.srt.disaggregation.common import device_names
 from sglang.srt.managers.scheduler import Scheduler
 from test_lost_on_prefill import ROOM
 
@@ -40,17 +38,3 @@ def test_it_is_answered_once_and_logged_when_its_kv_has_been_sent(monkeypatch, c
     assert outputs == answer and len(logged()) == logs
     assert not any("forward_duration=-" in line for line in logged())
     scheduler.assert_nothing_held()
-
-
-def test_a_device_is_that_of_the_calling_thread_and_has_a_name_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    names = set()
-    for index in (0, 1):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"GPU-{i}"))
-        names.add(device_names.own_device())
-        assert device_names.own_device() in names
-    assert len(names) == 2 and all(len(name) == 16 for name in names)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert device_names.own_device() is None

@@ -66,7 +66,7 @@ def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
 def test_a_prefill_that_understands_it():
     version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
     assert version == DECODE_PREFIX_VERSION and found.takes_prefix
-    assert found.queued and not found.drops
+    assert found.queued
 
 
 def test_what_an_extra_listens_for_is_noted(monkeypatch):
@@ -87,18 +87,18 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
     assert not found.takes_prefix
 
 
-def answer_of(cp_size: int | None, pp_size: int | None) -> dict[str, int | str]:
+def answer_of(cp_size: int | None) -> dict[str, int | str]:
     """What a prefill of this process says of itself."""
     timeouts = RegisteredRanks().timeouts()
-    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, pp_size, True, timeouts))
+    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, True, timeouts))
 
 
 def test_one_that_is_starting_has_not_answered():
     """What it says is kept for as long as it is there, and before its ranks have registered it knows of nothing."""
     assert ask(503, b"no rank of this prefill has registered yet") == (None, [])
     with pytest.raises(web.HTTPServiceUnavailable, match="Service Unavailable"):
-        answer_of(None, None)
-    assert answer_of(1, 1)["version"] == DECODE_PREFIX_VERSION
+        answer_of(None)
+    assert answer_of(1)["version"] == DECODE_PREFIX_VERSION
 
 
 class Ranks:
@@ -260,25 +260,6 @@ def test_a_time_out_that_is_none_counts_for_nothing(said):
     assert ranks.timeouts() == {"waiting_timeout": 200, "bootstrap_timeout": 100}
 
 
-@pytest.mark.parametrize("asked", ["auto", "128"])
-@pytest.mark.parametrize("devices", [[], ["aa"], ["aa", "bb"]])
-def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypatch, asked, devices):
-    """What decode computes there takes prefill's time. Who names a number of tokens wants them computed here."""
-    ranks = bootstrap_routes.RegisteredRanks()
-    place = {"attn_dp_rank": 0, "system_dp_size": 1, "attn_cp_rank": 0, "pp_rank": 0, "rank_ip": "h", "rank_port": 1}
-    for rank, device in enumerate([*devices, None]):
-        said = {} if device is None else {"device": device}
-        ranks.note({**place, "attn_tp_rank": rank, bootstrap_routes.RANK_VERSION: DECODE_PREFIX_VERSION, **said})
-    answer = asyncio.run(capabilities(DECODE_PREFIX_VERSION, 1, 1, True, {}, ranks.devices()))
-    assert answer.get("devices", []) == devices
-    own = SimpleNamespace(disaggregation_decode_local_prefill=asked)
-    monkeypatch.setattr(prefill_peers, "own_device", lambda: "bb")
-    peers = PrefillPeers(lambda: own, lambda addr: None, lambda addr: True)
-    peers.capabilities["here"] = parse_capabilities(answer)
-    assert peers.drops("here") == (asked != "auto" or "bb" not in devices)
-    assert not peers.drops("elsewhere")
-
-
 def test_another_secret_is_said_at_once():
     with pytest.raises(NotTrusted, match="not our secret"):
         ask(401, b"not our secret")
@@ -290,15 +271,10 @@ def test_an_answer_that_says_nothing_is_asked_for_again(status, body):
     assert version is None and not found
 
 
-def test_one_that_speculates_otherwise_is_of_no_use():
-    with pytest.raises(ValueError, match="speculates with EAGLE and this decode worker with nothing"):
-        ask(200, {"version": DECODE_PREFIX_VERSION, "drafts": "EAGLE"})
-
-
 @pytest.mark.parametrize("named", ["waiting_timeout", "bootstrap_timeout"])
 def test_a_prefill_says_for_how_long_it_waits(monkeypatch, named):
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{named.upper()}", "30")
-    answer = answer_of(1, 1)
+    answer = answer_of(1)
     assert answer[named] == 30
     for said, taken in ((30, 30), (None, 0), ("30", 0), (True, 0), (-1, 0), (1.5, 0), ([], 0)):
         assert getattr(ask(200, answer | {named: said})[1][0], named) == taken
@@ -310,8 +286,8 @@ def test_a_prefill_says_for_how_long_it_waits(monkeypatch, named):
 def test_one_whose_context_parallel_ranks_send_otherwise_is_of_no_use(monkeypatch, on_prefill):
     """No request was served: decode asked one rank of those that all wait, or waited for ranks that send nothing."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", str(int(on_prefill)))
-    answer = answer_of(2, 1)
-    alone = answer_of(1, 1)
+    answer = answer_of(2)
+    alone = answer_of(1)
     assert ask(200, answer)[0] == (0 if on_prefill else DECODE_PREFIX_VERSION)
     monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", str(int(not on_prefill)))
     with pytest.raises(ValueError, match="Give both the same SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"):

@@ -16,7 +16,6 @@ from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import peer_calls, refusal, room_notes
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
@@ -55,43 +54,6 @@ def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_f
     assert [req.rid for req in added] == (["low", "high", "none"] if low_first else ["high", "low", "none"])
 
 
-def test_a_prefill_hears_that_decode_computes_a_prompt_before_it_has_the_request(monkeypatch):
-    """With DP attention both come one way each: it waited for decode's question until its time was up.
-
-    Each rank hears of it. Another request of the room, there or later, is none that has been answered.
-    """
-    scheduler, added = object.__new__(Scheduler), []
-    scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
-    scheduler.enable_priority_scheduling, scheduler.grammar_manager = False, SimpleNamespace(grammar_queue=[])
-    scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[], kv_manager=None)
-    scheduler.waiting_queue, scheduler.chunked_req, scheduler.last_batch = [], None, None
-    scheduler.enable_overlap, scheduler.disagg_prefill_inflight_queue = False, []
-    scheduler.answered = RoomNotes()
-    add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
-
-    def made(rid: str, room: int) -> Req:
-        return Req(rid, "", [1], SamplingParams(), bootstrap_room=room)
-
-    scheduler.handle_computed_request(ComputedReq(7, "one"))
-    for rid, room in (("other", 7), ("one", 8), ("one", 7), ("one", 7)):
-        scheduler._add_request_to_queue(made(rid, room))
-    assert [(req.rid, req.bootstrap_room) for req in added] == [("other", 7), ("one", 8), ("one", 7)]
-    # Nor is one of two of a room forgotten for the other.
-    for rid in ("third", "fourth"):
-        scheduler.handle_computed_request(ComputedReq(7, rid))
-    for rid in ("third", "fourth"):
-        scheduler._add_request_to_queue(made(rid, 7))
-    assert len(added) == 3
-    # Of what is here nothing is remembered, wherever it is.
-    scheduler.grammar_manager.grammar_queue.append(made("waits", 9))
-    scheduler.disagg_prefill_inflight_queue.append(made("is sent", 10))
-    scheduler.chunked_req = made("is computed", 11)
-    for rid, room in (("waits", 9), ("is sent", 10), ("is computed", 11)):
-        scheduler.handle_computed_request(ComputedReq(room, rid))
-    assert not scheduler.grammar_manager.grammar_queue and not scheduler.answered
-
-
 def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
     monkeypatch.setattr(room_notes, "MOST", 2)
     rooms = refusal.RefusedRooms()
@@ -127,26 +89,23 @@ def bootstrap_port():
         yield port
 
 
-def test_prefill_hears_what_decode_refuses_and_computes(bootstrap_port, monkeypatch):
+def test_prefill_hears_what_decode_refuses(bootstrap_port, monkeypatch):
     monkeypatch.setattr(peer_calls, "_listeners", {})
     monkeypatch.setattr(peer_calls, "AGAIN_S", 0.2)
-    prefill, rooms = manager(DisaggregationMode.PREFILL), []
+    prefill = manager(DisaggregationMode.PREFILL)
     monkeypatch.setattr(ENGINE, "init_disaggregation", lambda self: None)
     prefill.init_disaggregation()
-    prefill.computed.note = rooms.append
 
     async def hear() -> None:
         # With --skip-server-warmup there is no event loop before the first request.
         obj = request(bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=bootstrap_port, bootstrap_room=[5, 6])
         (told,) = manager(DisaggregationMode.DECODE)._tell_peer(obj, "too long")
-        computed = peer_calls.tell(f"127.0.0.1:{bootstrap_port}", peer_calls.COMPUTED_ROUTE, [9])
         await asyncio.sleep(0.1)
         prefill.event_loop = asyncio.get_running_loop()
-        await asyncio.gather(asyncio.wrap_future(told), asyncio.wrap_future(computed))
+        await asyncio.wrap_future(told)
 
     asyncio.run(asyncio.wait_for(hear(), 60))
     assert prefill.send_to_scheduler == [refusal.RefusedReq(room, "too long", by_decode=True) for room in (5, 6)]
-    assert rooms == [9]
     with pytest.raises(ValueError, match="too long"):
         prefill._check_room(6)
     prefill._check_room(7)

@@ -73,7 +73,7 @@ def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: p
 def shaken_hands(world: Any) -> None:
     """Decode has asked prefill what it can do."""
     manager = world.decode[0].manager
-    answer = asyncio.run(capabilities(1, 1, 1, True, RegisteredRanks().timeouts()))
+    answer = asyncio.run(capabilities(1, 1, True, RegisteredRanks().timeouts()))
     manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer))
 
 

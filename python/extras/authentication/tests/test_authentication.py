@@ -27,7 +27,8 @@ from sglang.srt.disaggregation.common.authentication import (
     VerifyingSocket,
 )
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
-from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, Unanswered, tell
+from sglang.srt.disaggregation.peer_calls import Unanswered, tell
+from test_peer_calls import TOLD_ROUTE
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -317,10 +318,10 @@ def test_an_answer_without_the_secret_is_not_believed(no_secret, bootstrap, monk
 
 
 def test_what_workers_tell_each_other_is_signed_and_so_are_the_answers(with_secret, bootstrap, monkeypatch) -> None:
-    monkeypatch.setattr(peer_calls, "_listeners", {COMPUTED_ROUTE: lambda rooms: None})
+    monkeypatch.setattr(peer_calls, "_listeners", {TOLD_ROUTE: lambda rooms: None})
     addr = bootstrap.removeprefix("http://")
-    assert requests.post(f"{bootstrap}{COMPUTED_ROUTE}", json={"room": 5}, timeout=30).status_code == 401
-    tell(addr, COMPUTED_ROUTE, [5]).result(30)
+    assert requests.post(f"{bootstrap}{TOLD_ROUTE}", json={"room": 5}, timeout=30).status_code == 401
+    tell(addr, TOLD_ROUTE, [5]).result(30)
 
 
 def test_a_worker_without_the_secret_is_not_told(no_secret, bootstrap, monkeypatch, tmp_path) -> None:
@@ -330,9 +331,9 @@ def test_a_worker_without_the_secret_is_not_told(no_secret, bootstrap, monkeypat
     monkeypatch.setenv(VARIABLE, str(path))
     authentication.secret.cache_clear()
     monkeypatch.setattr(peer_calls, "AGAIN_S", 0.0)
-    monkeypatch.setattr(peer_calls, "_listeners", {COMPUTED_ROUTE: lambda rooms: None})
+    monkeypatch.setattr(peer_calls, "_listeners", {TOLD_ROUTE: lambda rooms: None})
     with pytest.raises(Unanswered, match=VARIABLE):
-        tell(bootstrap.removeprefix("http://"), COMPUTED_ROUTE, [5]).result(30)
+        tell(bootstrap.removeprefix("http://"), TOLD_ROUTE, [5]).result(30)
 
 
 def test_a_body_that_cannot_be_read_is_a_bad_request(with_secret: Secret, bootstrap: str, caplog) -> None:

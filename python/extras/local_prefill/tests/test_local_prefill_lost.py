@@ -246,7 +246,7 @@ def test_what_is_computed_here_needs_no_prefill_any_more(monkeypatch, kind):
     """Its prefill is lost when admission has chosen: it is computed all the same."""
     bench = Bench(monkeypatch, kind, LOCAL)
     local, prefills = bench.world.transfer.local, bench.manager.prefills
-    prefills.capabilities[bench.address] = dataclasses.replace(prefills.of(bench.address), drops=True)
+    prefills.capabilities[bench.address] = dataclasses.replace(prefills.of(bench.address), others={"drops": 1})
     req = bench.arrive(prompt_len=3)
     bench.step()
     (one,) = local.waiting

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import local_prefill
+from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
-from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE
-from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
+from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.computed_answers import ComputedAnswers
+from sglang.srt.managers.computed_answers import COMPUTED_ROUTE, ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -155,7 +155,7 @@ def test_a_load_balancer_is_told_of_what_is_computed_here(overlap):
         assert load.num_reqs == len(waiting) + len(loop.running) + len(ended)
         assert load.num_waiting_reqs == loads.num_waiting_reqs == len(waiting)
         assert load.num_tokens == used + sum(req.seqlen for req in waiting) and loads.num_used_tokens == used
-        computed.add(len(loop.transfer.local.beside(())))
+        computed.add(len(*(beside(()) for beside in loop.transfer.hooks.beside)))
         if len(loop.told) == 3 and loop.idle() and loop.in_flight is None:
             raise LoopEnds
         assert loop.iterations < 100

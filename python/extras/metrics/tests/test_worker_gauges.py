@@ -17,7 +17,7 @@ from overlapped_loop import LoopEnds
 from prometheus_client import multiprocess
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import SenderState
-from sglang.srt.disaggregation.local_prefill import LocalPrefills, LocalReq
+from sglang.srt.disaggregation.local_prefill import LocalHooks, LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
 from sglang.srt.managers.scheduler import Scheduler
@@ -189,7 +189,7 @@ def test_one_that_is_computed_here_until_it_decodes(scheduler):
     transfers = scheduler.disagg_decode_transfer_queue
     # One that another rank has no memory for yet is polled; of one that waits, a part may be in the step.
     local = object.__new__(LocalPrefills)
-    transfers.hooks = SimpleNamespace(beside=[local.beside])
+    transfers.hooks = SimpleNamespace(beside=[LocalHooks(local).beside])
     waiting = [LocalReq(SimpleNamespace(req=req), 0, agreed=req is agreed) for req in (agreed, polled)]
     local.waiting, local.launched = waiting, SimpleNamespace(reqs=[agreed, launched, done])
     transfers.queue = [SimpleNamespace(req=polled, phase=SimpleNamespace(name="LOCAL"))]

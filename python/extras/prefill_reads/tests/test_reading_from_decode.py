@@ -12,9 +12,9 @@ import test_nixl_wire as nixl_wire
 from prefill_loop import PAGE, POOL, PrefillScheduler
 from reading_worlds import ReadLoop
 from sglang.srt.disaggregation import decode_reads
+from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.nixl import page_reads
 from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
-from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import SchedulePolicy

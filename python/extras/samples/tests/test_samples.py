@@ -16,8 +16,8 @@ import samples_front
 from engine_classes import engine_class
 from samples_front import ROOMS, Manager
 from sglang.srt.disaggregation import refusal, room_notes
+from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.peer_calls import listen
-from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers.io_struct import GenerateReqInput

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_agreement import Ranks
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
-from sglang.srt.disaggregation.decode_budget import Accounts, Budget, DraftSlots, LiveReqs, live_reqs
+from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_handshakes import (
     Announcements,
     LiveRooms,
@@ -29,13 +29,14 @@ from sglang.srt.disaggregation.decode_handshakes import (
     poll_handshake,
     take_polls,
 )
+from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
 from sglang.srt.disaggregation.decode_resume import Resumption, joins
 from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.prefill_delta import PrefillDeltas, keep_same_images
+from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
@@ -111,6 +112,10 @@ class DecodeRequest(engine.DecodeRequest):
         """It has joined the queue of a schedule policy."""
         self.entry = entry
         return entry
+
+    def said_prompt(self) -> bytes:
+        """What prefill compares of its prompt with its own: how many tokens it has."""
+        return len(self.req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
 
     def take_buffer(self, index: int) -> None:
         """Its metadata will come into that buffer."""
@@ -192,8 +197,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         super().__init__(*args, **kwargs)
         self.has_radix = False
         self.rooms = LiveRooms()
-        # What a retracted request must save and restore too.
-        self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
         self._steps = 0
         if isinstance(self.tree_cache, DecodeRadixCache):
             self._init_radix(self.tree_cache)
@@ -213,8 +216,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
-        drafts = DraftSlots.of(self.scheduler)
-        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN, drafts)
+        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
         self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
@@ -463,7 +465,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             else:
                 # First: what it waits for no longer need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
-                keep_same_images(decode_req, self.metadata_buffers.output_ids, self.policy)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
                 note_known(decode_req.req.last_node)

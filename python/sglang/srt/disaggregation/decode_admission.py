@@ -206,8 +206,6 @@ class QueueEntry:
     overtaken: int = 0
     # Whether all TP ranks know its prefill to take a prefix; only then may it wait for others.
     takes_prefix: bool = False
-    # Whether there are images in it.
-    images: bool = False
     # Sources beside its prefill that may bring its delta, as far as all TP ranks know; and the one that does, if any.
     sources: Sequence[DeltaSource] = ()
     source: DeltaSource | None = None
@@ -302,8 +300,6 @@ class AdmissionPolicy:
         self.lines = Lines()
         self.wait_limit = WaitLimit()
         self.transfers = Transfers()
-        # Prefills whose images were others than decode's the last time: of such a transfer the tree keeps nothing.
-        self.other_images: set[Hashable] = set()
         # Advanced when a request leaves, on all TP ranks in the same step.
         self.departures = 0
         self._arrivals = itertools.count()
@@ -393,7 +389,7 @@ class AdmissionPolicy:
         if entry.watch is None or not entry.takes_prefix or not self.may_follow:
             return None
         found = self.tree.watches.leader(entry.watch)
-        if found is None or (found[0].owner.images and found[0].owner.prefill in self.other_images):
+        if found is None or not all(keeps(found[0].owner) for keeps in self.hooks.keeps):
             return None
         return found
 
@@ -421,12 +417,6 @@ class AdmissionPolicy:
         if entry.watch is not None:
             self.tree.watches.lead(entry.watch, least_to_follow(delta))
         self._leave_host(entry)
-
-    def compared_images(self, entry: QueueEntry, same: bool) -> None:
-        """Prefill has computed ``entry`` with the same images as decode has, or with others."""
-        if entry.images:
-            (self.other_images.discard if same else self.other_images.add)(entry.prefill)
-            self.transfers.changes += 1
 
     def committed(self, entry: QueueEntry) -> None:
         """What ``entry`` asked for has arrived and is in the tree."""

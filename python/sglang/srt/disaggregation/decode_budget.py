@@ -15,8 +15,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.utils import get_alloc_len_per_decode
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 
@@ -30,7 +28,6 @@ __all__ = [
     "Accounts",
     "AdmissionPlan",
     "Budget",
-    "DraftSlots",
     "Lengths",
     "LiveReqs",
     "Memory",
@@ -64,8 +61,8 @@ class AdmissionPlan(NamedTuple):
 
     found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
     locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
-    and the reserved decode steps. at_length: the same for all tokens the request may generate, and its drafts. window:
-    the same three of windows.
+    and the reserved decode steps. at_length: the same for all that the request may come to. window: the same three of
+    windows.
     """
 
     found: PrefixPeek
@@ -91,57 +88,19 @@ class Uses(NamedTuple):
     at_length: list[int]
 
 
-class DraftSlots(NamedTuple):
-    """What a request takes beyond its tokens where steps draft. Tokens; nothing without speculation.
-
-    held: allocated ahead of what is committed. free: what must be free beside that before each step of a request,
-    whole pages; where all others have been retracted and it is not, the engine ends the request.
-    """
-
-    held: int = 0
-    free: int = 0
-
-    @classmethod
-    def of(cls, scheduler: Any) -> DraftSlots:
-        """Of a decode worker, by the engine's own figures."""
-        algorithm, allocator = scheduler.spec_algorithm, scheduler.token_to_kv_pool_allocator
-        if algorithm.is_none():
-            return NO_DRAFTS
-        # Of its requests it looks at the number.
-        step = ScheduleBatch(
-            [None],
-            token_to_kv_pool_allocator=allocator,
-            enable_overlap=scheduler.enable_overlap,
-            spec_algorithm=algorithm,
-        )
-        # An overlapped step has slots allocated for the one after it, too; any other gives back what it did not commit.
-        held = 2 * get_alloc_len_per_decode(scheduler.server_args) if step.is_spec_v2 else 0
-        return cls(held, step.new_tokens_required_next_decode())
-
-
-NO_DRAFTS = DraftSlots()
-
-
-class Lengths(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Lengths:
     """What requests come to, as far as that is planned for. All figures are tokens.
 
-    most_new_tokens: of an answer, planned for. pool_size: what there is in all.
+    most_new_tokens: of an answer, planned for. An extra may have them be longer: `at_end` and `lacked_at_most`.
     """
 
     page_size: int
     most_new_tokens: int
-    pool_size: int = 0
-    drafts: DraftSlots = NO_DRAFTS
 
     def at_end(self, num_tokens: int, left: int) -> int:
-        """What a request with ``num_tokens`` tokens has in the end that may generate ``left`` more; whole pages.
-
-        Drafts count as far as the pool goes: a request that could just so fit without them must not wait for ever.
-        """
-        page, (held, free) = self.page_size, self.drafts
-        most = num_tokens + min(left, self.most_new_tokens)
-        drafting = pages(most + held, page) * page + free
-        return max(pages(most, page) * page, min(drafting, self.pool_size // page * page))
+        """What a request with ``num_tokens`` tokens has in the end that may generate ``left`` more; whole pages."""
+        return pages(num_tokens + min(left, self.most_new_tokens), self.page_size) * self.page_size
 
     def of(self, req: Req) -> int:
         """The same of a request that has been admitted, which remembers it in ``kv_at_length``.
@@ -160,8 +119,7 @@ class Lengths(NamedTuple):
     @property
     def lacked_at_most(self) -> int:
         """By a request that has the pages of its prompt."""
-        page, (held, free) = self.page_size, self.drafts
-        return pages(self.most_new_tokens + held, page) * page + free
+        return pages(self.most_new_tokens, self.page_size) * self.page_size
 
 
 def uses_of(reqs: Sequence[Req], lengths: Lengths) -> Uses:
@@ -356,10 +314,10 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
 class Accounts:
     """What requests take of the memory of one decode worker, and what it has for them."""
 
-    def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int, drafts: DraftSlots = NO_DRAFTS):
+    def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
         """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `Lengths`."""
         self._tree, self._page, self.reserved = tree, tree.page_size, reserved
-        self.lengths = Lengths(tree.page_size, most_new_tokens, tree.pool_size, drafts)
+        self.lengths = Lengths(tree.page_size, most_new_tokens)
 
     def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
         """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""

@@ -184,7 +184,7 @@ class Resumption:
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         req.is_retracted = False
         tell(req)
-        req.kv_cache_cpu = req.draft_kv_cache_cpu = req.state_cpu = req.window_cpu = None
+        req.forget_saved_kv()
 
 
 def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: BudgetOfStep | None) -> bool:

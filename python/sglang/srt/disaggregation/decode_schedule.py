@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
 from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
-from sglang.srt.disaggregation.decode_prefix import has_images
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 from sglang.srt.mem_cache.tier import NO_TIER
@@ -131,7 +130,6 @@ class Schedule:
         prefill = getattr(decode_req.kv_receiver, "bootstrap_addr", None)
         try:
             entry = self._policy.enter(prompt, req.extra_key, priority, prefill)
-            entry.images = has_images(req)
         except Exception as e:
             # On all ranks: they ask the same of the same tree.
             decode_req.lose(e)

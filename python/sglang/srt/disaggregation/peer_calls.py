@@ -26,7 +26,6 @@ from sglang.srt.disaggregation.room_notes import MOST, is_room
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "COMPUTED_ROUTE",
     "FIELDS",
     "NotNow",
     "REFUSED_RANK_ROUTE",
@@ -40,13 +39,11 @@ __all__ = [
 ]
 
 # On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
-REFUSED_ROUTE, COMPUTED_ROUTE = "/refused_room", "/computed_room"
-REFUSED_RANK_ROUTE = "/refused_dp_rank"
+REFUSED_ROUTE, REFUSED_RANK_ROUTE = "/refused_room", "/refused_dp_rank"
 # What a message has beside rooms.
 FIELDS: dict[str, dict[str, type]] = {
     REFUSED_ROUTE: {"reason": str},
     REFUSED_RANK_ROUTE: {"dp_rank": int},
-    COMPUTED_ROUTE: {},
 }
 # Of a text; it comes from another worker.
 MOST_CHARACTERS = 1000

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from functools import cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,9 @@ import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
-from sglang.srt.disaggregation.decode_prefix import prompt_digests, say_images
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.refusal import AT_FAULT
-from sglang.srt.disaggregation.room_notes import COMPUTED
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -52,7 +49,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
-            req.disagg_kv_sender.own_prompt = cache(partial(prompt_digests, req))
             # Of a longer one, or of one that is just too long, the engine has left this.
             req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
 
@@ -132,40 +128,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 events_of(self.server_args).ended(req.finished_reason)
         return done
 
-    def drop_computed(self, room: int) -> None:
-        """Forget the request of a room that decode computes itself, in the same step on all ranks.
-
-        One that decode has asked for all the same ends as soon as nothing is being written for it.
-        """
-        waiting = self.grammar_manager.grammar_queue
-        waiting[:] = [req for req in waiting if req.bootstrap_room != room]
-        queue = self.disagg_prefill_bootstrap_queue
-        manager = queue.kv_manager
-        # Alike on all ranks: what decode has asked for may have come to some of them.
-        dropped = [req for req in queue.queue if req.bootstrap_room == room]
-        queue.queue = [req for req in queue.queue if req.bootstrap_room != room]
-        was_asked = isinstance(manager, CommonKVManager) and room in manager.transfer_infos
-        sender = manager.rooms.live.get(room) if was_asked else None
-        if sender is not None:
-            sender.fail(COMPUTED)
-            sender.poll()
-        for req in dropped:
-            if sender is not None:
-                # Nobody polls it any more.
-                self._end_lost(req, sender.take_reason())
-                _tell_once(self, [req])
-            elif isinstance(req.disagg_kv_sender, CommonKVSender):
-                req.disagg_kv_sender.drop()
-                req.time_stats.trace_ctx.abort()
-            if self.enable_hicache_storage:
-                self.tree_cache.release_aborted_request(req.rid)
-
-    def has_request(self, rid: str) -> bool:
-        """Whether a request is here, in whichever queue or step; the same on all ranks."""
-        queued = self.grammar_manager.grammar_queue, self.disagg_prefill_bootstrap_queue.queue, self.waiting_queue
-        computed = [req for req in (self.chunked_req, *self._in_flight()) if req is not None]
-        return any(req.rid == rid for reqs in (*queued, computed, self.disagg_prefill_inflight_queue) for req in reqs)
-
     def lost_requests(self) -> dict[int, str]:
         """Why requests have failed, as far as this rank knows, that no queue polls, by room.
 
@@ -234,8 +196,10 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         logger.warning(message)
         status = HTTPStatus.BAD_REQUEST if reason.startswith(AT_FAULT) else HTTPStatus.INTERNAL_SERVER_ERROR
         prepare_abort(req, message, status_code=status)
-        if reason != COMPUTED:
-            events_of(self.server_args).ended(req.finished_reason)
+        self._count_lost(req, reason)
+
+    def _count_lost(self, req: Req, reason: str) -> None:
+        events_of(self.server_args).ended(req.finished_reason)
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
         """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told.
@@ -283,8 +247,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
             # The last of several pipeline stages, with --pp-async-batch-depth, goes on without having waited for it.
             self.launch_event.synchronize()
-        if last_chunk:
-            say_images(req, self.disagg_metadata_buffers)
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:
             super().send_kv_chunk(req, last_chunk, end_idx)

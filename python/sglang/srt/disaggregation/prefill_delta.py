@@ -7,14 +7,12 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from sglang.srt.disaggregation.common.wire import PROMPT
-from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE, OTHER_IMAGES, compares_prompts, prompt_digests
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
 from sglang.srt.disaggregation.decode_schedule import takes_prefix
 from sglang.srt.disaggregation.request_phase import Phase
@@ -22,36 +20,12 @@ from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
     from sglang.srt.disaggregation.step_in_flight import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["PrefillDeltas", "keep_same_images"]
+__all__ = ["PrefillDeltas"]
 
-logger = logging.getLogger(__name__)
-
-# Of no tree: see `DecodeRadixCache.accepts`.
-NO_GENERATION = -1
 DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
-
-
-def keep_same_images(decode_req: DecodeRequest, output_ids: torch.Tensor, policy: AdmissionPolicy) -> None:
-    """Have the tree take nothing of a request that has just arrived if prefill has computed it with other images.
-
-    It is served: its client sees what it gets, and two hosts may compute features that differ in the last bit. But the
-    tree would keep KV of prefill's images for all who come with decode's. Nor does anybody wait for the next such
-    transfer. output_ids: int32 [buffers, 16].
-    """
-    req = decode_req.req
-    if is_warmup(req):
-        return
-    other = bool(output_ids[decode_req.metadata_buffer_index, OTHER_IMAGES])
-    policy.compared_images(decode_req.entry, same=not other)
-    if other:
-        logger.warning(
-            "Request %s: the images of prefill and decode differ, so none of its KV is kept on decode", req.rid
-        )
-        req.kv_generation = NO_GENERATION
 
 
 class PrefillDeltas:
@@ -68,7 +42,6 @@ class PrefillDeltas:
         """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these."""
         self._tree, self._rows, self._hooks = tree, rows, hooks
         self._buffers, self._buffer_indices = buffers, buffer_indices
-        self._compares = compares_prompts()
         # Requests that have been admitted in this step.
         self._admitted: list[DecodeRequest] = []
 
@@ -169,8 +142,7 @@ class PrefillDeltas:
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
             if hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts:
-                length = len(req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
-                receiver.prompt = PROMPT, prompt_digests(req) if self._compares else length
+                receiver.prompt = PROMPT, decode_req.said_prompt()
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:
             receiver.send_metadata(pages, index, states)

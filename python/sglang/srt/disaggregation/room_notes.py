@@ -7,26 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["COMPUTED", "ComputedReq", "RoomNotes", "is_room", "remember"]
+__all__ = ["RoomNotes", "is_room", "remember"]
 
 # Rooms of which something is remembered, in each book; and seconds for which it is, of one that the other worker
 # computes or knows of a rank for, whose request may be on its way.
 MOST, REMEMBERED_S = 65536, 60.0
-# Why a request ends on prefill that it works on when decode says so.
-COMPUTED = "decode computes it itself"
 
 Note = TypeVar("Note")
-
-
-@dataclass
-class ComputedReq:
-    """To prefill's scheduler: decode computes the prompt of this room, which the front has sent with this rid."""
-
-    room: int
-    rid: str
 
 
 def is_room(room: Any) -> bool:

@@ -32,14 +32,7 @@ class StepInFlight:
     @cached_property
     def pages(self) -> np.ndarray:
         """The pages, int64, that it may still write to for them."""
-        if self.batch.spec_algorithm.is_none():
-            return self._of_ended(self.batch.out_cache_loc) // self.page_size
-        # A speculating step finds its slots in the row, from what was committed when it was launched up to what is
-        # allocated. Neither figure has changed: the result that ends a request is that of the step before.
-        table, parts = self.batch.req_to_token_pool.req_to_token, []
-        for req in map(self.batch.reqs.__getitem__, self.ended):
-            parts.append(table[req.freed_row, req.kv_committed_len : req.kv_allocated_len])
-        return np.unique(torch.cat(parts).long().cpu().numpy() // self.page_size)
+        return np.unique(self.batch.slots_written(self.ended) // self.page_size)
 
     @property
     def rows(self) -> set[int]:

@@ -40,15 +40,7 @@ def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
 
 
 def take_along(req: Req) -> None:
-    """Copy what a request's first draft starts from, of which the engine gives it views of the metadata buffer.
-
-    They are read when the prebuilt batch is made, which may wait for a place to run, and the buffer goes to the next
-    transfer before that. Leave out logprobs that prefill was not asked for: NaN, or with another request's token.
-    """
-    if req.hidden_states_tensor is not None:
-        req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = (
-            tensor.clone() for tensor in (req.output_topk_p, req.output_topk_index, req.hidden_states_tensor)
-        )
+    """Leave out logprobs that prefill was not asked for: NaN, or with another request's token."""
     if req.return_logprob:
         value, index, token = req.output_token_logprobs_val, req.output_token_logprobs_idx, req.output_ids[-1]
         ours = index[-1] == token and value[-1] == value[-1]

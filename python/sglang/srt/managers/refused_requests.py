@@ -9,15 +9,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, MOST_CHARACTERS, REFUSED_ROUTE, NotNow, listen
+from sglang.srt.disaggregation.peer_calls import MOST_CHARACTERS, REFUSED_ROUTE, NotNow, listen
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.computed_answers import ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq
 
 logger = logging.getLogger(__name__)
@@ -51,12 +50,6 @@ class RefusedRequests(Base):
         self.own_states: dict[int, dict[str, Any]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             listen(REFUSED_ROUTE, partial(self._on_loop, self._refuse_rooms))
-            listen(COMPUTED_ROUTE, partial(self._on_loop, self._note_computed))
-
-    @cached_property
-    def computed(self) -> ComputedAnswers:
-        """What answers requests of prefill whose prompts decode computes."""
-        return ComputedAnswers(self)
 
     async def generate_request(self, obj, request=None):
         """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
@@ -132,7 +125,7 @@ class RefusedRequests(Base):
         """Adds a last look at what decode says of it: from here on the scheduler is told."""
         try:
             self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
-            if self.computed.answers(tokenized_obj):
+            if self._is_answered(tokenized_obj):
                 return
             super()._send_one_request(tokenized_obj)
         except Exception:
@@ -145,11 +138,18 @@ class RefusedRequests(Base):
         """Adds the same for a batch."""
         for tokenized_obj in tokenized_objs:
             self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
-        tokenized_objs = [one for one in tokenized_objs if not self.computed.answers(one, of_batch=True)]
+        tokenized_objs = [one for one in tokenized_objs if not self._is_answered(one, of_batch=True)]
         if tokenized_objs:
             super()._send_batch_request(tokenized_objs)
         for tokenized_obj in tokenized_objs:
             self._note_sent(tokenized_obj.rid)
+
+    def _is_answered(self, tokenized_obj, of_batch: bool = False) -> bool:
+        """Whether a request that is about to be sent need not be, since an extra has answered it.
+
+        of_batch: it is sent with others.
+        """
+        return False
 
     def _note_sent(self, rid: str) -> None:
         if rid in self.rid_to_state:
@@ -221,10 +221,6 @@ class RefusedRequests(Base):
         if self.event_loop is None:
             raise NotNow("this prefill has served nothing yet")
         self.event_loop.call_soon_threadsafe(partial(call, *args, **said))
-
-    def _note_computed(self, rooms: list[int]) -> None:
-        for room in rooms:
-            self.computed.note(room)
 
     def _refuse_rooms(self, rooms: list[int], reason: str) -> None:
         for room in rooms:

@@ -1,17 +1,17 @@
 """Requests that decode has already given their KV.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the resume #29471 (open), drafts at a
-retraction #34801 (merged, with a hierarchical cache).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the resume #29471 (open).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers import schedule_batch as engine
 
-__all__ = ["Req", "ScheduleBatch", "alloc_for_extend", "keep_extra_key"]
+__all__ = ["Req", "ScheduleBatch", "alloc_for_extend", "keep_extra_key", "load_saved"]
 
 
 def _tail(chunks: list, start: int, size: int) -> list:
@@ -25,7 +25,7 @@ def _tail(chunks: list, start: int, size: int) -> list:
     return [list(parts) for parts in zip(*columns, strict=True)]
 
 
-def _load(loader: Any, pool: Any, saved: list, table: torch.Tensor, start: int) -> None:
+def load_saved(loader: Any, pool: Any, saved: list, table: torch.Tensor, start: int) -> None:
     """Have ``loader`` load what ``pool`` saved into the slots of ``table``, leaving out the first ``start`` tokens."""
     if start:
         saved = [_tail(layer, start, pool.cpu_offloading_chunk_size) for layer in saved]
@@ -73,8 +73,6 @@ class Req(engine.Req):
     freed_row: int | None = None
     # The tree's generation when this request's KV was computed; None before admission.
     kv_generation: int | None = None
-    # The draft model's KV while it is retracted, as the pool's get_cpu_copy returns it.
-    draft_kv_cache_cpu: list | None = None
     # The state of a retracted request of a hybrid model, in host memory.
     state_cpu: list[torch.Tensor] | None = None
     # And its window, where layers with one have a pool of their own.
@@ -109,7 +107,7 @@ class Req(engine.Req):
         self.cached_tokens_details = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds what the engine loses: the draft model's KV, and the state that layers without KV have of it.
+        """Adds what the engine loses: the state that layers without KV have of it.
 
         With the decode tree, of layers with a sliding window the window only; the engine saves a slot for each token,
         in a form of which the part that the tree still holds could not be left out.
@@ -120,17 +118,12 @@ class Req(engine.Req):
             self.kv_cache_cpu, self.window_cpu = windows.save(table)
             return
         super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
-        draft_pool = getattr(token_to_kv_pool_allocator, "draft_kv_pool", None)
-        if draft_pool is not None:
-            table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
-            self.draft_kv_cache_cpu = draft_pool.get_cpu_copy(table)
         if self.mamba_pool_idx is not None:
             self.state_cpu = req_to_token_pool.mamba_pool.get_cpu_copy(self.mamba_pool_idx)
 
     def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds the draft model's KV and the state."""
+        """Adds the state."""
         super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
-        self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, 0)
         self._load_state(req_to_token_pool)
 
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
@@ -143,9 +136,8 @@ class Req(engine.Req):
             self.window_cpu, loader, pool = None, pool.full_kv_pool, pool.full_kv_pool
         if start < end:
             table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
-            _load(loader, pool, self.kv_cache_cpu, table, start)
+            load_saved(loader, pool, self.kv_cache_cpu, table, start)
         del self.kv_cache_cpu
-        self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, start)
         self._load_state(req_to_token_pool)
 
     def _load_state(self, req_to_token_pool) -> None:
@@ -153,20 +145,14 @@ class Req(engine.Req):
             req_to_token_pool.mamba_pool.load_cpu_copy(self.state_cpu, self.mamba_pool_idx)
             self.state_cpu = None
 
-    def _load_draft_kv(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
-        saved, self.draft_kv_cache_cpu = self.draft_kv_cache_cpu, None
-        end = self.seqlen - 1
-        if saved is not None and start < end:
-            draft_pool = token_to_kv_pool_allocator.draft_kv_pool
-            table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
-            _load(draft_pool, draft_pool, saved, table, start)
+    def forget_saved_kv(self) -> None:
+        """It does not come back."""
+        self.kv_cache_cpu = self.state_cpu = self.window_cpu = None
 
 
 class ScheduleBatch(engine.ScheduleBatch):
-    """A batch that lets a retracted request keep what its next draft starts from."""
+    """A batch of which it is known where a step writes."""
 
-    # Where overlapped steps of speculation leave that; set with a decode worker's first batch.
-    future_map: ClassVar[Any] = None
     # Whether its requests have been given the slots that an extend writes; and which such step it is, from 1 on.
     has_slots: bool = False
     prompt_step: int = 0
@@ -185,6 +171,11 @@ class ScheduleBatch(engine.ScheduleBatch):
         batch.window_cache_loc, batch.has_slots = self.window_cache_loc, self.has_slots
         batch.prompt_step = self.prompt_step
         return batch
+
+    def slots_written(self, at: list[int]) -> np.ndarray:
+        """The slots, int64, that a step, since it was launched, writes to for its requests at these places."""
+        # Copied to the host as a whole: on a device, indices would first be copied there.
+        return self.out_cache_loc.cpu().numpy()[at]
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
         """What lies behind windows is freed before a request is retracted; the engine does so now and then.
@@ -217,26 +208,3 @@ class ScheduleBatch(engine.ScheduleBatch):
         finally:
             for req, (fill_ids, extend_input_len) in zip(reqs, whole, strict=True):
                 req.fill_ids, req.extend_input_len = fill_ids, extend_input_len
-
-    def process_prebuilt(self, server_args, future_map) -> None:
-        """The batch knows where overlapped steps leave what the next draft starts from; resumes keep what they had."""
-        ScheduleBatch.future_map = future_map
-        super().process_prebuilt(server_args, future_map)
-
-    def release_req(self, idx: int, remaing_req_count: int, server_args) -> None:
-        """The request takes its draft's state along.
-
-        The engine has it resume with what prefill sent with its first token: fewer of its drafts are accepted.
-        """
-        drafts = self.spec_algorithm.is_eagle() and not server_args.enable_multi_layer_eagle
-        if server_args.disaggregation_mode == "decode" and drafts:
-            req, state = self.reqs[idx], self.spec_info
-            at: Any = idx
-            topk_p, topk_index, hidden = state.topk_p, state.topk_index, state.hidden_states
-            if state.future_indices is not None:
-                at, futures = state.future_indices.indices[idx], self.future_map
-                topk_p, topk_index, hidden = futures.topk_p_buf, futures.topk_index_buf, futures.hidden_states_buf
-            req.output_topk_p, req.output_topk_index, req.hidden_states_tensor = (
-                tensor[at].cpu().clone() for tensor in (topk_p, topk_index, hidden)
-            )
-        super().release_req(idx, remaing_req_count, server_args)

@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
@@ -46,24 +45,11 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         # Of the tree that the engine would build: what an extra keeps of this one elsewhere is its own.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
-        self.tree_cache = kv_cache_builder.build(
-            kind,
-            self.tree_cache,
-            args,
-            runner,
-            lambda: self.sliding_window_size,
-            self._draft_runner,
-        )
+        self.tree_cache = kv_cache_builder.build(kind, self.tree_cache, runner, lambda: self.sliding_window_size)
 
     def takes_decode_tree(self) -> bool:
         """Whether it does. An extra may say no, and put a tree of its own there."""
         return self.server_args.disaggregation_decode_enable_radix_cache
-
-    def _draft_runner(self):
-        worker = self.draft_worker
-        if worker is None:
-            return None
-        return worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
 
     def get_internal_state(self, recv_req):
         """Adds ``kv_pool``: the pool figures of invariant I1 in tokens where one pool has all KV."""
@@ -116,9 +102,7 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
     # ---- steps ----
 
     def process_batch_result(self, batch, result) -> None:
-        """What the draft model has not seen of a request that ends stays out of the tree."""
-        if isinstance(self.tree_cache, DecodeRadixCache):
-            undrafted_kv.keep_undrafted_out(batch, result)
+        """Adds that it is noted."""
         super().process_batch_result(batch, result)
         self.note_step(batch, result)
 
@@ -126,19 +110,24 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         """Adds, on decode, that what cannot be taken back is processed before a request is retracted.
 
         What is saved of a request is the KV of the tokens whose results have been processed. A step in flight goes
-        further. KV of those tokens is computed again after the resume. But a state that has taken them in cannot let
-        them go; and of overlapped speculation the engine drops the result and has the request draft once more from
-        where that step began, of which nothing is left. A prompt that was computed here has no token before that.
+        further. KV of those tokens is computed again after the resume; `is_final` says of what that is not enough.
         """
         steps = getattr(self, "result_queue", None)
         if (
             steps
             and self.disaggregation_mode == engine.DisaggregationMode.DECODE
-            and (steps[-1][0].has_slots or batch.is_spec_v2 or hasattr(self.req_to_token_pool, "mamba_pool"))
+            and self.is_final(steps[-1][0])
             and (engine.TEST_RETRACT or not batch.check_decode_mem())
         ):
             self._end_step()
         return super().update_running_batch(batch)
+
+    def is_final(self, batch) -> bool:
+        """Whether a step in flight cannot be taken back.
+
+        A state that has taken its tokens in cannot let them go. A prompt that was computed here has none before them.
+        """
+        return batch.has_slots or hasattr(self.req_to_token_pool, "mamba_pool")
 
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute is not idle."""

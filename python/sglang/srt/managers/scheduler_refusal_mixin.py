@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.refusal import (
     words_for_decode,
 )
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
-from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
@@ -42,8 +41,6 @@ class SchedulerRefusalMixin(Base):
     refused_rooms = RefusedRooms()
     # What this prefill has refused, and decode without the flag may ask for.
     refused_pairs = RefusedPairs()
-    # The rooms of requests that have been answered, since decode computes them, and had not come by then; by rid.
-    answered: RoomNotes[int] = RoomNotes()
 
     def init_request_dispatcher(self) -> None:
         """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
@@ -51,7 +48,6 @@ class SchedulerRefusalMixin(Base):
         self._request_dispatcher += TypeBasedDispatcher(
             [
                 (RefusedReq, self.handle_refused_request),
-                (ComputedReq, self.handle_computed_request),
                 (LostReqs, self.handle_lost_requests),
                 (AskedReqs, self.handle_asked_requests),
             ]
@@ -139,14 +135,8 @@ class SchedulerRefusalMixin(Base):
         self._take_in(req, is_retracted)
 
     def _take_in(self, req, is_retracted: bool) -> None:
-        room = req.bootstrap_room
         # Of another request of this room.
-        self.refused_pairs.take(room)
-        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        if prefill and room is not None and self.answered.of(req.rid) == room:
-            self.answered.take(req.rid)
-            req.time_stats.trace_ctx.abort()
-            return
+        self.refused_pairs.take(req.bootstrap_room)
         sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
         if sorts and self.enable_priority_scheduling:
             self._set_or_validate_priority(req)
@@ -180,15 +170,6 @@ class SchedulerRefusalMixin(Base):
                 # Its client has been answered, and the engine answers nobody twice.
                 req.finished_reason = None
                 self._take_in(req, False)
-
-    def handle_computed_request(self, recv_req: ComputedReq) -> None:
-        """Drop the request of a room that decode computes, whose client has been answered; decode asks for nothing."""
-        if self.disaggregation_mode != DisaggregationMode.PREFILL:
-            return
-        if not self.has_request(recv_req.rid):
-            # With DP attention words to all ranks and a rank's requests come one way each, and in no order.
-            self.answered.note(recv_req.rid, recv_req.room)
-        self.drop_computed(recv_req.room)
 
     def _keep_refused(self, req) -> None:
         """Keep a refused request of a pair, on prefill; not one whose batch would need embeddings for its one token."""

@@ -6,13 +6,9 @@ Upstream: none is known; sgl-project/sglang#35036 (open) sends fragmented KV by 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache import allocator as engine
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVCache
 
 __all__ = ["PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator", "by_run_length"]
 
@@ -38,8 +34,6 @@ class _Runs:
     """
 
     long_runs_last = False
-    # The draft model's pool, whose slots are the same; set by a decode worker that speculates.
-    draft_kv_pool: KVCache | None = None
     page_size: int
     device: str
     free_pages: torch.Tensor

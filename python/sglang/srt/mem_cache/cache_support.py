@@ -3,7 +3,7 @@
 The start-up checks, their errors and the documentation (`markdown`) are made of it. `kv_cache_builder.py` builds the
 trees; here is nothing that needs the engine's caches, so options can be checked before anything is loaded.
 
-Upstream: none: it names what has been verified here. EAGLE was in sgl-project/sglang#39150 (closed).
+Upstream: none: it names what has been verified here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "CacheKind",
     "add",
     "check",
-    "check_draft",
     "check_not_turned_off",
     "check_tree",
     "markdown",
@@ -37,10 +35,6 @@ __all__ = [
 ]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
-# Speculative algorithms whose drafts' KV the tree is known to keep right.
-SPECULATION = ("EAGLE", "EAGLE3")
-# Architectures of which the same is known for a draft that is part of the model (MTP).
-OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
 class Rule(NamedTuple):
@@ -69,10 +63,6 @@ class CacheKind:
     refused: tuple[Refused, ...]
 
 
-def _speculation(name: str, used: Callable[[ServerArgs], object]) -> Rule:
-    return Rule(name, lambda args: args.speculative_algorithm is not None and used(args))
-
-
 def _switch(option: str) -> Rule:
     """An option that is refused where it is given."""
     return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
@@ -87,23 +77,10 @@ def _several(option: str, name: str) -> Rule:
 switch, several = _switch, _several
 
 
-def _has_draft_apart(args: ServerArgs) -> bool:
-    path = args.speculative_draft_model_path
-    return args.speculative_algorithm is not None and path not in (None, args.model_path)
-
-
-def _has_unknown_own_draft(args: ServerArgs) -> bool:
-    """Whether the draft is a part of the model, and not of one that has been tried."""
-    if args.enable_multi_layer_eagle:
-        return True
-    if _has_draft_apart(args):
-        return False
-    known = args.speculative_algorithm == "EAGLE"
-    return not (known and args.get_model_config().hf_config.architectures[0] in OWN_DRAFTS)
-
-
 # Only later does the engine make an ordinary server, neither prefill nor decode, of a worker with it.
 DIFFUSION = Rule("--dllm-algorithm", lambda args: args.dllm_algorithm is not None)
+
+SPECULATION = Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None)
 
 DECODE = CacheKind(
     f"decode with {FLAG}, full attention in all layers",
@@ -123,23 +100,7 @@ DECODE = CacheKind(
                 # They are noted by slot where they are computed, and what prefill sends was computed there.
                 _switch("--enable-return-routed-experts"),
                 DIFFUSION,
-                _speculation(
-                    f"--speculative-algorithm {{args.speculative_algorithm}} ({', '.join(SPECULATION)} is)",
-                    lambda args: args.speculative_algorithm not in SPECULATION,
-                ),
-                _speculation("--speculative-eagle-topk above 1", lambda args: (args.speculative_eagle_topk or 1) > 1),
-                _speculation(
-                    f"a draft that is part of the model (MTP), other than that of {', '.join(OWN_DRAFTS)}",
-                    _has_unknown_own_draft,
-                ),
-                _speculation(
-                    "--speculative-algorithm {args.speculative_algorithm} and --data-parallel-size above 1",
-                    lambda args: args.dp_size > 1,
-                ),
-                _speculation(
-                    "--speculative-algorithm {args.speculative_algorithm} and --enable-custom-logit-processor",
-                    lambda args: args.enable_custom_logit_processor,
-                ),
+                SPECULATION,
                 _several("--pipeline-parallel-size", "pp_size"),
                 _several("--attention-context-parallel-size", "attn_cp_size"),
                 Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
@@ -157,14 +118,7 @@ DECODE = CacheKind(
 LINEAR = CacheKind(
     "the same, linear attention of the kind of Qwen3-Next (GDN) in some layers",
     "DecodeRadixCache",
-    (
-        Refused(
-            f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
-            "({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
-            "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
-            (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
-        ),
-    ),
+    (),
 )
 
 WINDOWS = CacheKind(
@@ -176,7 +130,7 @@ WINDOWS = CacheKind(
             "start with --disable-hybrid-swa-memory, which keeps the KV of all layers for all tokens, or start "
             "this decode worker without the flag.",
             (
-                Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
+                SPECULATION,
                 _switch("--enable-dp-attention"),
                 _switch("--enable-hierarchical-cache"),
             ),
@@ -236,29 +190,6 @@ def check_tree(option: str, tree: Any) -> None:
         raise ValueError(
             f"{option} needs the radix cache, which the engine turns off for multimodal models with the Transformers "
             "backend. Start this worker without the option."
-        )
-
-
-def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> None:
-    """Raise ValueError for a draft that is not verified with the flag, by what it is and not where it lies.
-
-    That is a part of a model (MTP) whose path is another, which the options do not tell from a draft by itself; and
-    one narrower or wider than its target. EAGLE3 allows the latter. But where all requests end in one step, the engine
-    leaves hidden states of the target's size, and ends the worker when those of the next request, of the draft's, are
-    put beside them.
-    """
-    way_out = "Take another draft, or start this decode worker without the flag."
-    architecture = draft.hf_config.architectures[0]
-    if _has_draft_apart(args) and architecture.endswith(("MTP", "NextN")):
-        raise ValueError(
-            f"{FLAG} is not verified for a draft that is part of a model (MTP) and has a path of its own, "
-            f"{architecture}. {way_out}"
-        )
-    sizes = [config.hidden_size for config in (target, draft)]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
-            f"({sizes[0]}). {way_out}"
         )
 
 

@@ -20,10 +20,9 @@ from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.leaf_eviction import evict_leaves
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode, page_align_keys
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
 from sglang.srt.mem_cache.tree_audit import audit_tree
-from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -82,9 +81,9 @@ def _behind_lock(tree: DecodeRadixCache, req: Req, end: int) -> tuple[RadixKey, 
     keys = prompt[start:end]
     if end > len(prompt):
         keys = keys + req.output_ids[max(0, start - len(prompt)) : end - len(prompt)]
-    keys = page_align_keys(convert_to_bigram_key(keys) if tree.is_eagle else keys, tree.page_size)
-    slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, start : start + len(keys)]
-    return RadixKey(keys, req.extra_key, is_bigram=tree.is_eagle), slots.to(torch.int64, copy=True)
+    key = tree.reader.whole_pages(keys, req.extra_key)
+    slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, start : start + len(key)]
+    return key, slots.to(torch.int64, copy=True)
 
 
 def _slots_between(above: TreeNode, node: TreeNode) -> torch.Tensor:
@@ -104,6 +103,8 @@ class DecodeRadixCache(RadixCache):
     that has been committed, and it keeps a ledger of its locks.
     """
 
+    # What reads it, and makes its keys; an extra may put another in its place.
+    reader_type = PrefixReader
     # The other pool of a model with sliding windows.
     windows: WindowSlots | None = None
     # Where its KV is kept beside its pool.
@@ -161,7 +162,7 @@ class DecodeRadixCache(RadixCache):
         if hasattr(self, "watches"):
             self.watches.on_reset()
         else:
-            self.reader = PrefixReader(self)
+            self.reader = self.reader_type(self)
             self.watches = PrefixWatches(self, lambda node: self.victims.no_longer_wanted(node))
         self.victims = EvictionOrder(self.evictable_leaves, self.eviction_strategy, self.watches.waiting)
         self.generation = getattr(self, "generation", 0) + 1
@@ -233,7 +234,7 @@ class DecodeRadixCache(RadixCache):
         ``fill_ids`` already has the token whose KV the next decode step computes; a slot of it must not enter the tree.
         chunked: to policies by use this is none, nor is what comes back from a retraction, or was computed here.
         """
-        end = min(len(req.fill_ids), self._committed_end(req)) - self.is_eagle
+        end = min(len(req.fill_ids), self._committed_end(req)) - self.reader.unknown
         if req.cache_protected_len + self.page_size <= end:
             self.commit_req(req, len(req.fill_ids), chunked or req.retracted_stain or req.computed_here > 0)
 
@@ -315,7 +316,9 @@ class DecodeRadixCache(RadixCache):
     def _record_store_event(self, node: TreeNode) -> None:
         """Events tell prompts with an extra_key apart, and those who watch for a new leaf are told of it."""
         self.growth += 1
+        before = len(self.kv_event_queue)
         record_store(self, node, super()._record_store_event)
+        self.reader.tell_tokens(self.kv_event_queue[before:])
         self.watches.on_new_leaf(node)
 
     def _update_leaf_status(self, node: TreeNode) -> None:

@@ -44,15 +44,12 @@ def prepare(kind: CacheKind, args: ServerArgs, rows: Callable[[], Any]) -> None:
 def build(
     kind: CacheKind,
     engines: Any,
-    args: ServerArgs,
     runner: Any,
     window_size: Callable[[], int],
-    draft: Callable[[], Any],
 ) -> DecodeRadixCache:
     """The decode tree for the pools of the tree that the engine has built.
 
-    window_size: tokens, of a model with sliding windows. draft: the model runner of the draft, if there is one.
-    Raises ValueError for a model, or a draft, that is not verified.
+    window_size: tokens, of a model with sliding windows. Raises ValueError for a model that is not verified.
     """
     if type(engines) is not RadixCache:
         raise ValueError(
@@ -68,7 +65,4 @@ def build(
         )
     if kind is WINDOWS:
         return WindowRadixCache.take_over(engines, window_size())
-    drafts = draft()
-    if drafts is not None:
-        cache_support.check_draft(args, runner.model_config, drafts.model_config)
     return DecodeRadixCache.take_over(engines)

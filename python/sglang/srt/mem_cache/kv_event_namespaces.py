@@ -33,20 +33,8 @@ def record_store(tree: RadixCache, node: TreeNode, record: Callable[[TreeNode], 
     The event of a first page names the extra_key's hash as its parent, which is no page: who works out names of its own
     from tokens finds no place for it, instead of a wrong one.
     """
-    if not tree.enable_kv_cache_events:
-        record(node)
-        return
-    first = len(tree.kv_event_queue)
-    _record(tree, node, record)
-    if tree.is_eagle:
-        # With drafts a page goes by pairs of tokens, of which no event can tell.
-        for event in tree.kv_event_queue[first:]:
-            event.token_ids = [pair[0] for pair in event.token_ids]
-
-
-def _record(tree: RadixCache, node: TreeNode, record: Callable[[TreeNode], None]) -> None:
     extra_key = node.key.extra_key
-    if extra_key is None or node.parent is not tree.root_node:
+    if not tree.enable_kv_cache_events or extra_key is None or node.parent is not tree.root_node:
         # Further down, names follow from the parent's.
         record(node)
         return

@@ -6,14 +6,14 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode, page_align_keys
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-__all__ = ["NOTHING", "Pairs", "PrefixPeek", "PrefixReader", "tokens_above"]
+__all__ = ["NOTHING", "PrefixPeek", "PrefixReader", "tokens_above"]
 
 # Tokens that are compared first: as many cost hardly more than one.
 FIRST_LOOK = 256
@@ -53,54 +53,29 @@ def tokens_above(nodes: Iterable[TreeNode | None], seen: set[TreeNode] | None = 
     return tokens
 
 
-class Pairs(Sequence[tuple[Any, Any]]):
-    """Each token of a prompt but the last with the one after it, made where it is asked for.
-
-    A tuple for each is several times the prompt, and takes longer to make than to compare.
-    """
-
-    __slots__ = ("tokens",)
-
-    def __init__(self, tokens: Sequence[Any]) -> None:
-        self.tokens = tokens
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[Any, Any]]) -> Pairs:
-        """These pairs, one or more, of which each begins with what the one before it ends with: as of a node's key."""
-        return cls([*(first for first, _ in pairs), pairs[-1][1]])
-
-    def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[Any, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[Any, Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            found = self.tokens[start : stop + 1] if start < stop else ()
-            return list(zip(found, found[1:], strict=False))[::step]
-        i = range(len(self))[index]
-        return self.tokens[i], self.tokens[i + 1]
-
-
 class PrefixReader:
-    """Reads one tree, whatever its root is at the time."""
+    """Reads one tree, whatever its root is at the time. What it knows tokens by is a subclass's to say."""
+
+    # Tokens at the end of a sequence that the tree cannot know.
+    unknown = 0
 
     def __init__(self, tree: RadixCache) -> None:
         self._tree = tree
 
     def keys_of(self, token_ids: Sequence[Any]) -> Sequence[Any]:
-        """What the tree knows these tokens by: with EAGLE each is a pair with the one after it, else they themselves.
+        """What the tree knows these tokens by."""
+        return token_ids
 
-        A draft's KV of a token depends on the next one too. So of a prompt all tokens but the last can be matched.
-        """
-        if not self._tree.is_eagle or (token_ids and isinstance(token_ids[0], tuple)):
-            return token_ids
-        return Pairs(token_ids)
+    def keys_in(self, node: TreeNode) -> Sequence[Any]:
+        """A node's keys, as `keys_of` returns them."""
+        return node.key.token_ids
+
+    def whole_pages(self, token_ids: list[Any], extra_key: str | None) -> RadixKey:
+        """The key for these tokens, up to the last whole page."""
+        return RadixKey(page_align_keys(token_ids, self._tree.page_size), extra_key)
+
+    def tell_tokens(self, events: Iterable[Any]) -> None:
+        """Have events of a new node tell of tokens, where they have its keys."""
 
     def peek(self, token_ids: Sequence[Any], extra_key: str | None) -> PrefixPeek:
         """Longest page-aligned prefix of ``token_ids`` in the tree, without a split, an access time or a lock.
@@ -153,17 +128,16 @@ class PrefixReader:
         """
         page = self._tree.page_size
         low, high = known // page, min(len(a), len(b) - start) // page
-        more = 0
-        if isinstance(a, Pairs) and isinstance(b, Pairs):
-            # Pairs are equal where their tokens are, and the one after the last.
-            a, b, more = a.tokens, b.tokens, 1
         step, ended = max(1, FIRST_LOOK // page), False
         while low < high:
             mid = (low + high + 1) // 2 if ended else min(low + step, high)
-            first, last = low * page, mid * page + more
-            if a[first:last] == b[start + first : start + last]:
+            if self.same(a, b, low * page, mid * page, start):
                 low = mid
                 step *= 2
             else:
                 high, ended = mid - 1, True
         return low * page
+
+    def same(self, a: Sequence[Any], b: Sequence[Any], first: int, last: int, start: int) -> bool:
+        """Whether ``a`` and what follows ``start`` of ``b`` are equal from ``first`` to ``last``."""
+        return bool(a[first:last] == b[start + first : start + last])

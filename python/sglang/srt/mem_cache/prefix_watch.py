@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.prefix_reader import Pairs, PrefixPeek
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 if TYPE_CHECKING:
@@ -323,9 +323,7 @@ class PrefixWatches:
         group = places.get((full, self._tree.get_child_key_fn(node.key)))
         if group is None:
             return
-        # Its tokens once: with EAGLE each prompt would make tuples of its own to be compared with the leaf's.
-        keys = node.key.token_ids
-        keys = Pairs.of(keys) if self._tree.is_eagle else keys
+        keys = self._tree.reader.keys_in(node)
         # Of texts, how many tokens from the start the tree now has.
         held: dict[object, int] = {}
         for watch in list(group):

@@ -6,7 +6,6 @@ known.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -16,21 +15,25 @@ import requests
 from aiohttp import web
 from sglang.srt import server_args
 from sglang.srt.disaggregation import peer_calls
-from sglang.srt.disaggregation.common.device_names import own_device
-from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-# What a rank adds to its registration: the version of the decode prefix that it understands, its own time-outs, and the
-# device that it computes on.
-RANK_VERSION, RANK_DEVICE = "decode_prefix_version", "device"
+# What a rank adds to its registration: the version of the decode prefix that it understands, its own time-outs, and
+# what extras add.
+RANK_VERSION = "decode_prefix_version"
+_added: dict[str, Callable[[], Any]] = {}
 # Where ranks differ, which each node's environment may have them do: which decode has to go by to be right for all.
 _WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
 # Where decode asks which DP ranks have its rooms; what it adds where it understands that one has refused a room.
 RANKS_ROUTE, HEARS_REFUSALS = "/query_dp_ranks", "hears_refusals"
+
+
+def add_to_registration(name: str, own: Callable[[], Any]) -> None:
+    """Have each rank register with what ``own`` says, on the scheduler's thread; None to leave that out."""
+    _added[name] = own
 
 
 def _own_timeouts() -> dict[str, int]:
@@ -50,8 +53,7 @@ class BootstrapRequests:
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """As ``requests.put``, with which the engine registers ranks and does nothing else."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
-        if (device := own_device()) is not None:
-            kwargs["json"][RANK_DEVICE] = device
+        kwargs["json"] |= {name: said for name, own in _added.items() if (said := own()) is not None}
         return requests.put(url, **kwargs)
 
     def post(self, url: str, **kwargs: Any) -> requests.Response:
@@ -158,14 +160,13 @@ class RegisteredRanks:
         """
         found = {}
         for name, own in _own_timeouts().items():
-            said = [rank.get(name) for rank in self._said.values()]
+            said = self.said(name)
             found[name] = _WORST[name]([one for one in said if type(one) is int and one > 0] or [own])
         return found
 
-    def devices(self) -> list[str]:
-        """Those that the ranks compute on, as far as they say it."""
-        said = {rank.get(RANK_DEVICE) for rank in self._said.values()}
-        return sorted(device for device in said if isinstance(device, str))
+    def said(self, name: str) -> list[Any]:
+        """What each of them has said under ``name``."""
+        return [rank.get(name) for rank in self._said.values()]
 
 
 def _name(rank: Mapping[str, Any]) -> str:
@@ -194,16 +195,14 @@ def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[s
 async def capabilities(
     version: int,
     cp_size: int | None,
-    pp_size: int | None,
     queued: bool,
-    timeouts: Mapping[str, int],
-    devices: Sequence[str] = (),
+    said_by_ranks: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
-    before they have all registered. queued: whether the backend hears from decode what waits there. timeouts: of the
-    ranks (`RegisteredRanks.timeouts`). devices: that they compute on. Raises HTTPServiceUnavailable before that.
+    before they have all registered. queued: whether the backend hears from decode what waits there. said_by_ranks:
+    with `RegisteredRanks.timeouts`. Raises HTTPServiceUnavailable before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -211,29 +210,12 @@ async def capabilities(
     # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
     # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
-    whole = pp_size == 1
-    can = {
-        "queued": queued,
-        # Stages would have to agree, and of several fronts only one learns of it.
-        "drops": whole and cp_size == 1 and _fronts() == 1,
-    }
-    answer: dict[str, Any] = {"version": 0 if shared_out else version}
-    answer |= {name: int(yes) for name, yes in can.items()} | {"state": 1, "prompts": 2}
+    answer: dict[str, Any] = {"version": 0 if shared_out else version, "queued": int(queued), "state": 1, "prompts": 2}
     # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
-    answer |= timeouts
-    if devices:
-        answer["devices"] = [*devices]
+    answer |= said_by_ranks
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
-    # Of the process that the server is part of.
-    drafts = getattr(server_args._global_server_args, "speculative_algorithm", None)
-    draft_model = await asyncio.to_thread(describe_draft, server_args._global_server_args) if drafts else ""
-    return answer | {name: said for name, said in (("drafts", drafts), ("draft_model", draft_model)) if said}
-
-
-def _fronts() -> int:
-    """Processes that take requests for this prefill."""
-    return getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
+    return answer
 
 
 def unreadable(request: web.Request, error: Exception) -> web.Response:

@@ -1,7 +1,6 @@
 """What every transfer backend shares: who understands a decode prefix, and how it is learnt.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257 (merged). The layers
-of pipeline stages: #28229 (open).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257 (merged).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes, forget_heartbeats
-from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
 from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSockets, answer_s
 from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, Unclaimed, fail_lost_prefills
@@ -174,15 +172,6 @@ class CommonKVManager(engine.CommonKVManager):
         self.events.lost_peer()
         logger.error("Lost connection with prefill instance (bootstrap_addr: %s), which has %d rooms", addr, len(rooms))
         return rooms
-
-    def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]):
-        """Mends the engine's for a pipeline stage whose number of layers does not divide that of the model.
-
-        It takes the rest for a draft model's, and writes V of every layer to the place of another's K or V.
-        """
-        if self.pp_size == 1 or len(dst_kv_ptrs) // 2 != self.num_layers:
-            return super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
-        return pointers_of_stage(src_kv_ptrs, dst_kv_ptrs, self.kv_args.prefill_start_layer)
 
     @property
     def samples_tokens(self) -> bool:
@@ -339,6 +328,8 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     # 0: the backend does not. The rest as in `capabilities`.
     decode_prefix_version = 0
     hears_of_waiting = False
+    # Whether a prefill of several pipeline stages understands one, too.
+    takes_stages = False
 
     def __init_subclass__(cls, **options) -> None:
         """Each class says for itself what its backend does: Ascend's server is a Mooncake server, and has no deltas.
@@ -380,8 +371,11 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         complete = self._all_have_come()
         if self.ranks.complaint is not None and not complete:
             raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
-        version = self.decode_prefix_version if self.ranks.take_prefix else 0
+        takes = self.ranks.take_prefix and (self.pp_size == 1 or self.takes_stages)
+        version = self.decode_prefix_version if takes else 0
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(
-            version, cp_size, self.pp_size, self.hears_of_waiting, self.ranks.timeouts(), self.ranks.devices()
-        )
+        return await capabilities(version, cp_size, self.hears_of_waiting, self._said_by_ranks())
+
+    def _said_by_ranks(self) -> dict[str, Any]:
+        """What is said in the name of all ranks."""
+        return self.ranks.timeouts()

@@ -12,13 +12,13 @@ import dataclasses
 import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import DIGEST_SIZE, LENGTH_SIZE, check_decode_prefix
+from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
 
 # Of a failure of which nobody has said why.
 NO_REASON = "no reason was recorded"
@@ -141,7 +141,7 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
 
 
 def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
-    """The `prompt_digests` of decode's prompt, or its length, as its ranks have said it; empty where none has."""
+    """What decode's ranks have said of its prompt; empty where none has."""
     return {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
 
 
@@ -150,17 +150,7 @@ def check_prompt(sender: DeltaSender) -> None:
     if sender.is_cut:
         # The last page of decode's prompt would not be filled.
         raise ValueError("prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)")
-    said = said_prompts(sender.state.asked)
-    lengths = {one for one in said if len(one) == LENGTH_SIZE}
-    if any(int.from_bytes(length, "little") != sender.prompt_len for length in lengths):
-        raise ValueError(OTHER_PROMPT)
-    said -= lengths
-    if not said:
-        return
-    own = sender.own_prompt()
-    if {digests[:DIGEST_SIZE] for digests in said} != {own[:DIGEST_SIZE]}:
-        raise ValueError(OTHER_PROMPT)
-    sender.other_images = said != {own}
+    sender.check_said(said_prompts(sender.state.asked))
 
 
 # The engine's class comes behind.
@@ -177,15 +167,8 @@ class DeltaSender(Base):
     init_time: float | None = None
     # Tokens of the prompt.
     prompt_len: int | None = None
-    # Its `prompt_digests`.
-    own_prompt: Callable[[], bytes]
-    # Whether decode has said that it has other images.
-    other_images: bool = False
     # Whether this worker may have cut it to its own limit: --allow-auto-truncate.
     is_cut: bool = False
-    # Whether the pipeline stages have agreed to begin this request, and are about to. `poll` says so then, and not what
-    # has become of it here meanwhile: they must run the same batches.
-    agreed: bool = False
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the rooms that are alive here; one of its number that had ended has begun anew.
@@ -253,6 +236,11 @@ class DeltaSender(Base):
         state.accept(prefix_len, due_at)
         self.fail_if_refused()
         return not self.has_failed()
+
+    def check_said(self, said: set[bytes]) -> None:
+        """Raise ValueError where a length that decode has said is not that of this worker's prompt."""
+        if any(int.from_bytes(length, "little") != self.prompt_len for length in said):
+            raise ValueError(OTHER_PROMPT)
 
     # ---- questions ----
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import requests
-from sglang.srt.disaggregation.common.device_names import own_device
-from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.common.peer_liveness import host_and_port, nothing_listens
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
@@ -39,24 +37,19 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """What a prefill says that it can do.
 
-    version: of the decode prefix that it understands, 0 for none. queued: it wants to hear what waits on decode. drops:
-    it drops a request whose prompt decode computes. drafts, draft_model: what it speculates with, empty without.
+    version: of the decode prefix that it understands, 0 for none. queued: it wants to hear what waits on decode.
     prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a
     request that it has been asked for, and for which it leaves one of which decode does not speak; 0 where it does not
     say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or where it does not
-    say. devices: that its ranks compute on, by `own_device`. others: see `listen_for`.
+    say. others: see `listen_for`.
     """
 
     version: int = 0
     queued: bool = False
-    drops: bool = False
-    drafts: str = ""
-    draft_model: str = ""
     prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
     all_cp_ranks: bool | None = None
-    devices: frozenset[str] = frozenset()
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -67,6 +60,7 @@ class Capabilities:
 
 UNKNOWN = Capabilities()
 _others: set[str] = set()
+_checks: list[Callable[[Mapping[str, Any], Any], None]] = []
 
 
 def listen_for(name: str) -> None:
@@ -74,10 +68,15 @@ def listen_for(name: str) -> None:
     _others.add(name)
 
 
+def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
+    """Have ``check`` called with a prefill's answer and this worker's options: it raises ValueError where that prefill
+    is of no use, which asking again does not mend. For extras."""
+    _checks.append(check)
+
+
 def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
     """What a prefill's answer says. Raises KeyError, TypeError or ValueError for what is no answer."""
     version = int(answer["version"])
-    drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
     takes = version == DECODE_PREFIX_VERSION
 
     def can(name: str) -> bool:
@@ -87,13 +86,11 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
         said = answer.get(name) if takes else 0
         return said if type(said) is int and said > 0 else 0
 
-    each = can("queued"), can("drops")
     waits = number("waiting_timeout"), number("bootstrap_timeout")
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
-    devices = frozenset(map(str, answer.get("devices") or ()))
     prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
-    return Capabilities(version, *each, drafts, draft_model, prompts, *waits, all_cp_ranks, devices, others)
+    return Capabilities(version, can("queued"), prompts, *waits, all_cp_ranks, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
@@ -105,25 +102,6 @@ def check_cp_ranks(theirs: Capabilities) -> None:
             f"of its context-parallel ranks, {'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this "
             f"decode worker asks {'all' if ours else 'the first'}. Give both the same "
             "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
-        )
-
-
-def check_drafts(theirs: Capabilities, server_args: Any) -> None:
-    """Raise ValueError where a prefill and this worker do not speculate alike, which asking again does not mend."""
-    if not theirs.version:
-        return
-    own = getattr(server_args, "speculative_algorithm", None) or ""
-    if theirs.drafts != own:
-        # Its pages would have no KV of this worker's draft model, and the tree would keep that.
-        raise ValueError(
-            f"it speculates with {theirs.drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
-            "Give both the same --speculative-algorithm and draft model"
-        )
-    own = describe_draft(server_args)
-    if theirs.draft_model and own and theirs.draft_model != own:
-        raise ValueError(
-            f"its draft model ({theirs.draft_model}) is not this decode worker's ({own}). Give both the same "
-            "--speculative-draft-model-path"
         )
 
 
@@ -161,8 +139,6 @@ class PrefillPeers:
         get: Callable[..., requests.Response] = requests.get,
     ) -> None:
         self._server_args, self._met, self._shake, self._get = server_args, met, shake, get
-        # What this rank computes on. Here, since each thread has a device of its own.
-        self.own_device = own_device()
         # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
         # bytes each: one that is lost may still write for requests that go by this, and one in use is not asked again.
         self.capabilities: dict[str, Capabilities] = {}
@@ -176,17 +152,6 @@ class PrefillPeers:
     def of(self, addr: str) -> Capabilities:
         """What is known of a prefill."""
         return self.capabilities.get(addr, UNKNOWN)
-
-    def drops(self, addr: str) -> bool:
-        """Whether a prefill drops a request whose prompt is computed here.
-
-        With ``auto`` none is asked to that computes on the same device: it would lose as much time as it saves.
-        """
-        return self.of(addr).drops and not self._is_spared(addr)
-
-    def _is_spared(self, addr: str) -> bool:
-        asked = getattr(self._server_args(), "disaggregation_decode_local_prefill", None)
-        return asked == "auto" and self.own_device in self.of(addr).devices
 
     def query(self, addr: str) -> None:
         """Have a prefill asked what it can do, unless it has been of late. `why_unreached` says what becomes of it."""
@@ -246,12 +211,6 @@ class PrefillPeers:
                 DECODE_PREFIX_VERSION,
             )
             return
-        if self._is_spared(addr):
-            logger.info(
-                "Prefill %s computes on the same device as this worker, and so all of its prompts. With "
-                "--disaggregation-decode-local-prefill N remainders of up to N tokens are computed here.",
-                addr,
-            )
         self._met(addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
@@ -259,7 +218,7 @@ class PrefillPeers:
 
         It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
         answers 404 and is then sent no prefix. Raises NotTrusted where that prefill wants nothing of this worker, and
-        ValueError where they do not speculate alike, or not all context-parallel ranks send that are asked.
+        ValueError where it is of no use, as where not all context-parallel ranks send that are asked.
         """
         try:
             reply = self._get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -278,7 +237,8 @@ class PrefillPeers:
             logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
             return None
         check_cp_ranks(found)
-        check_drafts(found, self._server_args())
+        for check in _checks:
+            check(answer, self._server_args())
         self.capabilities[addr] = found
         return found.version
 

@@ -23,7 +23,7 @@ CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
 # Last frame of decode's message that a request waits there for memory.
 QUEUED = b"queued"
-# Last frame but one of decode's request for KV; behind it stands `prompt_digests` of its prompt, or its length.
+# Last frame but one of decode's request for KV; behind it stands what decode says of its prompt: its length.
 PROMPT = b"prompt"
 # Frames of the engine's own request for KV, and with those of the prefix, which come behind them.
 ENGINE_FRAMES, PREFIX_FRAMES = 8, 10

@@ -260,6 +260,10 @@ class DecodeHooks:
     def arrived(self, entry: QueueEntry, seconds: float) -> None:
         """What it was admitted with has come, or its last step over its prompt begins, ``seconds`` later."""
 
+    def keeps(self, entry: QueueEntry) -> bool:
+        """Whether the tree is to keep what comes for ``entry``: if not, nobody waits for it. Alike on all ranks."""
+        raise NotImplementedError
+
     def limit(self, live: LiveReqs) -> Limit:
         """Called once in a step in which somebody could be admitted, or come back. live: who decodes, or will."""
         raise NotImplementedError

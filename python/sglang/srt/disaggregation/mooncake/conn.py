@@ -78,7 +78,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
-
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
@@ -364,8 +363,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
         The engine's time-out counts from when decode last said that the request waits there.
         """
-        if self.agreed:
-            return KVPoll.WaitingForInput
         rooms = self.kv_mgr.rooms
         if self.bootstrap_room in rooms.waiting and self.conclude_state is None and self.init_time is not None:
             unheard = rooms.silent_s(self.bootstrap_room, self.made_at)

@@ -434,8 +434,6 @@ class NixlKVSender(engine.NixlKVSender):
 
         A failed request is reported only when none of its writes is under way: its pages are freed after that.
         """
-        if self.agreed:
-            return KVPoll.WaitingForInput
         if self.waits_unasked():
             return KVPoll.Bootstrapping
         manager, room = self.kv_mgr, self.bootstrap_room

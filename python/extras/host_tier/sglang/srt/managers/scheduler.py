@@ -30,8 +30,9 @@ class Scheduler(engine.Scheduler):
         if not (args.enable_hierarchical_cache and self.takes_decode_tree()):
             return
         tree = HostTierRadixCache.take_over(self.tree_cache)
-        drafts, stored = self._draft_runner(), args.hicache_storage_backend is not None
-        draft_pool = None if drafts is None else drafts.token_to_kv_pool
+        # Of an extra that need not be there; nobody drafts then.
+        drafts = getattr(self, "draft_runner", lambda: None)()
+        draft_pool, stored = drafts and drafts.token_to_kv_pool, args.hicache_storage_backend is not None
         host_class = StoredHostTree if stored else HostTree
         add_host_tier(tree, args, lambda: getattr(self, "forward_stream", None), draft_pool, host_class)
         if stored:

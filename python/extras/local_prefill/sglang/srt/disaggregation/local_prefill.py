@@ -23,8 +23,9 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource, Events
 from sglang.srt.disaggregation.deferred_release import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy
-from sglang.srt.disaggregation.peer_calls import COMPUTED_ROUTE, tell
+from sglang.srt.disaggregation.peer_calls import tell
 from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import is_plain
 from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 
-__all__ = ["LocalPrefills", "LocalReq", "Slice", "needs_prefill"]
+__all__ = ["LocalHooks", "LocalPrefills", "LocalReq", "Slice", "needs_prefill"]
 
 
 def needs_prefill(model: str | None) -> str | None:
@@ -152,7 +153,7 @@ class PromptPages:
         return req.origin_input_ids[: end + 1 if self._tree.is_eagle else end]
 
 
-class LocalPrefills(DecodeHooks, DeltaSource):
+class LocalPrefills(DeltaSource):
     """The requests of one decode rank that are computed here, from admission until they decode."""
 
     def __init__(
@@ -192,53 +193,12 @@ class LocalPrefills(DecodeHooks, DeltaSource):
         """Tokens of prompts that no step computes yet."""
         return sum(one.left for one in self.waiting)
 
-    def has_work(self) -> bool:
-        """Whether it is so."""
-        return self.busy
-
-    def state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says of prompts that are computed here."""
-        return {"computes_up_to": self.policy.most}
-
-    def measured(self) -> Bucket:
-        """What goes by the times of steps."""
-        return self.bucket
-
-    def reqs(self) -> list[Req]:
-        """The requests that all ranks know to be here and that do not decode, those in the last step included."""
-        found = {id(one.req): one.req for one in self.waiting if one.agreed}
-        if self.launched is not None:
-            found |= {id(req): req for req in self.launched.reqs}
-        return list(found.values())
-
-    def begun(self) -> tuple[list[Req], list[Req]]:
-        """Those of which a step has computed a part, and those that it has not; none that has been aborted."""
-        going = [one for one in self.waiting if one.agreed and not one.req.to_finish]
-        return [one.req for one in going if one.begun], [one.req for one in going if not one.begun]
-
-    def in_step(self) -> list[Req]:
-        """Those in the last step, until it has been processed."""
-        return [] if self.launched is None else list(self.launched.reqs)
-
-    def beside(self, queue: Sequence[DecodeRequest]) -> list[Req]:
-        """The requests that have not ended, and do not decode, beside those in ``queue``; each once.
-
-        queue: of transfers. Of what is computed here, it has what all ranks do not know of yet.
-        """
-        found = {id(one.req): one.req for one in self.waiting} | {id(req): req for req in self.reqs()}
-        queued = {id(decode_req.req) for decode_req in queue}
-        return [req for key, req in found.items() if key not in queued and not req.finished()]
-
     # ---- the source of a delta ----
-
-    def source(self) -> DeltaSource:
-        """This worker."""
-        return self
 
     def lets(self, decode_req: DecodeRequest) -> bool:
         """Whether its prefill drops a request that is computed here."""
         receiver = decode_req.kv_receiver
-        drops: bool = receiver.kv_mgr.prefills.drops(receiver.bootstrap_addr)
+        drops: bool = receiver.kv_mgr.drops(receiver.bootstrap_addr)
         return drops
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
@@ -330,16 +290,6 @@ class LocalPrefills(DecodeHooks, DeltaSource):
                 one.req.to_finish = FINISH_ABORT()
 
     # ---- steps ----
-
-    def note_step(self, batch: Any, result: Any) -> None:
-        """All learn from each step."""
-        for watcher in (self.bucket, self.steps, self.ranks):
-            watcher.note_step(batch, result)
-
-    def idle(self) -> None:
-        """And are told where the loop has nothing to do."""
-        for watcher in (self.bucket, self.steps, self.ranks):
-            watcher.idle()
 
     def take_aborted(self, overlapped: bool) -> list[DecodeRequest]:
         """Those that have been aborted and of which no step is in flight; they are no longer here.
@@ -452,3 +402,61 @@ class LocalPrefills(DecodeHooks, DeltaSource):
                 req.transfer_prefix_len = prompt_len - one.computed
                 self._events.committed(prompt_len, req.transfer_prefix_len, one.computed)
         self.waiting = [one for one in self.waiting if one.left]
+
+
+class LocalHooks(DecodeHooks):
+    """What the core and other extras learn of the requests that are computed here."""
+
+    def __init__(self, local: LocalPrefills):
+        self._local = local
+
+    def source(self) -> DeltaSource:
+        """This worker."""
+        return self._local
+
+    def has_work(self) -> bool:
+        """Whether a request waits here, or for its first decode step."""
+        return self._local.busy
+
+    def state(self) -> dict[str, Any]:
+        """What ``kv_pool`` says of prompts that are computed here."""
+        return {"computes_up_to": self._local.policy.most}
+
+    def measured(self) -> Bucket:
+        """What goes by the times of steps."""
+        return self._local.bucket
+
+    def reqs(self) -> list[Req]:
+        """The requests that all ranks know to be here and that do not decode, those in the last step included."""
+        found = {id(one.req): one.req for one in self._local.waiting if one.agreed}
+        if self._local.launched is not None:
+            found |= {id(req): req for req in self._local.launched.reqs}
+        return list(found.values())
+
+    def begun(self) -> tuple[list[Req], list[Req]]:
+        """Those of which a step has computed a part, and those that it has not; none that has been aborted."""
+        going = [one for one in self._local.waiting if one.agreed and not one.req.to_finish]
+        return [one.req for one in going if one.begun], [one.req for one in going if not one.begun]
+
+    def in_step(self) -> list[Req]:
+        """Those in the last step, until it has been processed."""
+        return [] if self._local.launched is None else list(self._local.launched.reqs)
+
+    def beside(self, queue: Sequence[DecodeRequest]) -> list[Req]:
+        """The requests that have not ended, and do not decode, beside those in ``queue``; each once.
+
+        queue: of transfers. Of what is computed here, it has what all ranks do not know of yet.
+        """
+        found = {id(one.req): one.req for one in self._local.waiting} | {id(req): req for req in self.reqs()}
+        queued = {id(decode_req.req) for decode_req in queue}
+        return [req for key, req in found.items() if key not in queued and not req.finished()]
+
+    def note_step(self, batch: Any, result: Any) -> None:
+        """All learn from each step."""
+        for watcher in (self._local.bucket, self._local.steps, self._local.ranks):
+            watcher.note_step(batch, result)
+
+    def idle(self) -> None:
+        """And are told where the loop has nothing to do."""
+        for watcher in (self._local.bucket, self._local.steps, self._local.ranks):
+            watcher.idle()

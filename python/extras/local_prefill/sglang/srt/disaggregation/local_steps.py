@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.local_policy import Policy
-from sglang.srt.disaggregation.local_prefill import LocalPrefills, Slice, needs_prefill
+from sglang.srt.disaggregation.local_prefill import LocalHooks, LocalPrefills, Slice, needs_prefill
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-local-prefill"
 
 
-def make_local_prefills(queue: Any) -> LocalPrefills | None:
+def make_local_prefills(queue: Any) -> LocalHooks | None:
     """What computes prompts on this rank, as the options ask for it; None where prefill computes all."""
     scheduler, tree, admission = queue.scheduler, queue.tree_cache, queue.policy
     policy = Policy.of(scheduler.server_args.disaggregation_decode_local_prefill)
@@ -49,8 +49,7 @@ def make_local_prefills(queue: Any) -> LocalPrefills | None:
     logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
     events = events_of(scheduler.server_args)
     queue.local = LocalPrefills(tree, rows, admission, events, policy, scheduler.attn_tp_rank == 0)
-    local: LocalPrefills = queue.local
-    return local
+    return LocalHooks(queue.local)
 
 
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:

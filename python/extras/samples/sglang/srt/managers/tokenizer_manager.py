@@ -9,9 +9,9 @@ import copy
 from itertools import chain
 
 from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.peer_calls import listen
 from sglang.srt.disaggregation.refusal import blames_request
-from sglang.srt.disaggregation.room_notes import ComputedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine

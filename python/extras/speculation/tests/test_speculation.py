@@ -5,19 +5,25 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
+import test_prefix_watch
 from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
 from sglang.srt.disaggregation import decode, step_in_flight
 from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
+from sglang.srt.disaggregation.step_in_flight import StepInFlight
 from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from speculating_loop import SpeculatingLoop
+from test_late_step import batch
 from test_step_in_flight import Play, scripts
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
@@ -251,3 +257,53 @@ def test_drafts_are_compared_by_what_they_are(tmp_path):
     assert describe_draft(args(None)) == describe_draft(args("target")) == "the model's own"
     # None at all, and one that says nothing.
     assert describe_draft(args(drafts[0], None)) == describe_draft(args(tmp_path / "none")) == ""
+
+
+def test_with_drafts_events_have_the_tokens_of_pages():
+    """The tree goes by pairs of tokens; nobody who listens could read those."""
+    loop, prompt = SpeculatingLoop(True, True, size=96, page_size=4), [1, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 2, 1]
+    loop.tree.enable_kv_cache_events, loop.tree.kv_event_queue = True, []
+    ask(loop, [prompt])
+    events = loop.tree.take_events()
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events)), type=KVEventBatch)
+    stored = [event for event in told.events if isinstance(event, BlockStored)]
+    assert [event.token_ids for event in stored[:3]] == [prompt[:4], prompt[4:8], prompt[8:12]]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "ended", "pages"),
+    [
+        # Positions 3 to 8 of the first, 8 and 9 of the second, 5 to 7 of the third.
+        (4, [0], [1, 4, 7]),
+        (4, [1, 2], [2, 8]),
+        (1, [0], [7, 16, 28, 29, 30, 31]),
+        (1, [1], [8, 9]),
+        (1, [0, 2], [7, 16, 28, 29, 30, 31, 33, 34, 35]),
+    ],
+)
+def test_pages_of_a_step_that_drafts(page_size, ended, pages):
+    found = StepInFlight(batch(speculates=True), ended, page_size).pages
+    assert found.dtype == np.int64 and sorted(found.tolist()) == pages
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_prefix_watch.test_a_herd_is_compared_as_it_arrives_and_not_again,
+        test_prefix_watch.test_strangers_in_the_place_of_a_herd_hide_none_of_it,
+        test_prefix_watch.test_prompts_that_share_a_page_cost_that_page,
+        test_prefix_watch.test_those_who_wait_for_what_is_evicted_are_moved_unread,
+    ],
+)
+def test_what_pairs_of_prompts_that_wait_cost(test, page):
+    test(page, True)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_what_is_known_of_pairs_is_what_a_comparison_would_find(page):
+    test_prefix_watch.test_what_is_known_of_prompts_that_wait_is_what_a_comparison_would_find(page, True)
+
+
+def test_what_pairs_share_is_found_from_wherever_it_is_looked_for():
+    test_prefix_watch.test_what_two_prompts_share_is_found_from_wherever_it_is_looked_for(True)

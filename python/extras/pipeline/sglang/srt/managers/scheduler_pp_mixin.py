@@ -5,10 +5,16 @@ Upstream: sgl-project/sglang#31869 (merged), by which stages follow their vote; 
 
 from __future__ import annotations
 
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.managers import scheduler_pp_mixin as engine
 
 __all__ = ["SchedulerPPMixin"]
+
+
+def _begins() -> KVPoll:
+    """What a sender polls whose request all stages are about to begin."""
+    return KVPoll.WaitingForInput
 
 
 class SchedulerPPMixin(engine.SchedulerPPMixin):
@@ -29,9 +35,11 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
         for rid, sender in senders:
             if rid in bad and not sender.has_failed():
                 sender.fail("failed on another pipeline stage of prefill")
-            sender.agreed = rid in good
+            if rid in good:
+                # And not what has become of it here meanwhile: the stages must run the same batches.
+                sender.poll = _begins
         try:
             return super().process_bootstrapped_queue(bootstrapped_rids)
         finally:
             for _, sender in senders:
-                sender.agreed = False
+                vars(sender).pop("poll", None)

@@ -9,9 +9,15 @@ import asyncio
 from typing import Any
 from weakref import WeakValueDictionary
 
-from sglang.srt.disaggregation.room_notes import ComputedReq, RoomNotes, is_room
+from sglang.srt.disaggregation.dropped_rooms import ComputedReq
+from sglang.srt.disaggregation.peer_calls import add_route
+from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 
-__all__ = ["ComputedAnswers"]
+__all__ = ["COMPUTED_ROUTE", "ComputedAnswers"]
+
+# On a prefill's bootstrap server: what decode tells it.
+COMPUTED_ROUTE = "/computed_room"
+add_route(COMPUTED_ROUTE)
 
 
 class ComputedAnswers:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from decode_world import kv_of
 from overlapped_loop import VOCABULARY, Loop, LoopScheduler, Step, next_token
-from sglang.srt.disaggregation.decode_budget import DraftSlots
+from sglang.srt.disaggregation.draft_budget import DraftLengths, DraftSlots
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -86,8 +86,9 @@ class SpeculatingLoop(Loop):
         self.tree.is_eagle = True
         if flag:
             # The scheduler that the queue was made with did not speculate.
-            accounts = self.queue.accounts
-            accounts.lengths = accounts.lengths._replace(drafts=DraftSlots.of(self.scheduler))
+            plain, drafts = self.queue.accounts.lengths, DraftSlots.of(self.scheduler)
+            lengths = DraftLengths(plain.page_size, plain.most_new_tokens, self.tree.pool_size, drafts)
+            self.queue.accounts.lengths = lengths
         if self.tier is not None:
             self.tier.host.is_eagle = True
         # The tokens that the device has of each request; and how often a draft's state was looked at.

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["describe_draft"]
+__all__ = ["check_drafts", "describe_draft"]
 
 _SIZES = (
     "hidden_size",
@@ -55,3 +56,23 @@ def _describe(path: str, trust_remote_code: bool, revision: str | None) -> str:
     sizes = get_hf_text_config(config)
     named = [f"{name} {value}" for name in _SIZES if (value := getattr(sizes, name, None)) is not None]
     return ", ".join([config.architectures[0], *named])
+
+
+def check_drafts(answer: Mapping[str, Any], server_args: Any) -> None:
+    """Raise ValueError where a prefill and this worker do not speculate alike, which asking again does not mend."""
+    if not int(answer["version"]):
+        return
+    drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
+    own = getattr(server_args, "speculative_algorithm", None) or ""
+    if drafts != own:
+        # Its pages would have no KV of this worker's draft model, and the tree would keep that.
+        raise ValueError(
+            f"it speculates with {drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
+            "Give both the same --speculative-algorithm and draft model"
+        )
+    own = describe_draft(server_args)
+    if draft_model and own and draft_model != own:
+        raise ValueError(
+            f"its draft model ({draft_model}) is not this decode worker's ({own}). Give both the same "
+            "--speculative-draft-model-path"
+        )

@@ -1,0 +1,35 @@
+"""Prefill compares decode's prompt with its own, where decode says more of it than its length.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.disaggregation.common import conn as engine
+from sglang.srt.disaggregation.common.delta_sender import OTHER_PROMPT
+from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
+from sglang.srt.disaggregation.prompt_digests import DIGEST_SIZE
+
+__all__ = ["CommonKVSender"]
+
+
+class CommonKVSender(engine.CommonKVSender):
+    """Knows its own prompt."""
+
+    # Its `prompt_digests`.
+    own_prompt: Callable[[], bytes]
+    # Whether decode has said that it has other images.
+    other_images: bool = False
+
+    def check_said(self, said: set[bytes]) -> None:
+        """Adds `prompt_digests`."""
+        digests = {one for one in said if len(one) != LENGTH_SIZE}
+        super().check_said(said - digests)
+        if not digests:
+            return
+        own = self.own_prompt()
+        if {one[:DIGEST_SIZE] for one in digests} != {own[:DIGEST_SIZE]}:
+            raise ValueError(OTHER_PROMPT)
+        self.other_images = digests != {own}

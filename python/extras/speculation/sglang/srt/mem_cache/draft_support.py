@@ -1,0 +1,96 @@
+"""What is refused with drafts and decode's tree, as rows of `cache_support.py` from when this is imported.
+
+Upstream: none: it names what has been verified here. EAGLE was in sgl-project/sglang#39150 (closed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, Refused, Rule, replace
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["check_draft"]
+
+# Speculative algorithms whose drafts' KV the tree is known to keep right.
+ALGORITHMS = ("EAGLE", "EAGLE3")
+# Architectures of which the same is known for a draft that is part of the model (MTP).
+OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+
+def _speculation(name: str, used: Callable[[ServerArgs], object]) -> Rule:
+    return Rule(name, lambda args: args.speculative_algorithm is not None and used(args))
+
+
+def _has_draft_apart(args: ServerArgs) -> bool:
+    path = args.speculative_draft_model_path
+    return args.speculative_algorithm is not None and path not in (None, args.model_path)
+
+
+def _has_unknown_own_draft(args: ServerArgs) -> bool:
+    """Whether the draft is a part of the model, and not of one that has been tried."""
+    if args.enable_multi_layer_eagle:
+        return True
+    if _has_draft_apart(args):
+        return False
+    known = args.speculative_algorithm == "EAGLE"
+    return not (known and args.get_model_config().hf_config.architectures[0] in OWN_DRAFTS)
+
+
+replace(
+    DECODE,
+    "--speculative-algorithm",
+    _speculation(
+        f"--speculative-algorithm {{args.speculative_algorithm}} ({', '.join(ALGORITHMS)} is)",
+        lambda args: args.speculative_algorithm not in ALGORITHMS,
+    ),
+    _speculation("--speculative-eagle-topk above 1", lambda args: (args.speculative_eagle_topk or 1) > 1),
+    _speculation(
+        f"a draft that is part of the model (MTP), other than that of {', '.join(OWN_DRAFTS)}",
+        _has_unknown_own_draft,
+    ),
+    _speculation(
+        "--speculative-algorithm {args.speculative_algorithm} and --data-parallel-size above 1",
+        lambda args: args.dp_size > 1,
+    ),
+    _speculation(
+        "--speculative-algorithm {args.speculative_algorithm} and --enable-custom-logit-processor",
+        lambda args: args.enable_custom_logit_processor,
+    ),
+)
+LINEAR.refused = (
+    Refused(
+        f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
+        "({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
+        "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
+        (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
+    ),
+    *LINEAR.refused,
+)
+
+
+def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> None:
+    """Raise ValueError for a draft that is not verified with the flag, by what it is and not where it lies.
+
+    That is a part of a model (MTP) whose path is another, which the options do not tell from a draft by itself; and
+    one narrower or wider than its target. EAGLE3 allows the latter. But where all requests end in one step, the engine
+    leaves hidden states of the target's size, and ends the worker when those of the next request, of the draft's, are
+    put beside them.
+    """
+    way_out = "Take another draft, or start this decode worker without the flag."
+    architecture = draft.hf_config.architectures[0]
+    if _has_draft_apart(args) and architecture.endswith(("MTP", "NextN")):
+        raise ValueError(
+            f"{FLAG} is not verified for a draft that is part of a model (MTP) and has a path of its own, "
+            f"{architecture}. {way_out}"
+        )
+    sizes = [config.hidden_size for config in (target, draft)]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{FLAG} is not verified for a draft model with another hidden size ({sizes[1]}) than the model's "
+            f"({sizes[0]}). {way_out}"
+        )

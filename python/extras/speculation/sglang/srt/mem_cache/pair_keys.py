@@ -1,0 +1,87 @@
+"""Keys of a tree with EAGLE: each token is a pair with the one after it, on which a draft's KV of it depends too.
+
+So of a prompt all tokens but the last can be matched.
+
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from sglang.srt.mem_cache.prefix_reader import PrefixReader
+from sglang.srt.mem_cache.radix_cache import RadixKey, page_align_keys
+from sglang.srt.mem_cache.utils import convert_to_bigram_key
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+__all__ = ["PairReader", "Pairs"]
+
+
+class Pairs(Sequence[tuple[Any, Any]]):
+    """Each token of a prompt but the last with the one after it, made where it is asked for.
+
+    A tuple for each is several times the prompt, and takes longer to make than to compare.
+    """
+
+    __slots__ = ("tokens",)
+
+    def __init__(self, tokens: Sequence[Any]) -> None:
+        self.tokens = tokens
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Any, Any]]) -> Pairs:
+        """These pairs, one or more, of which each begins with what the one before it ends with: as of a node's key."""
+        return cls([*(first for first, _ in pairs), pairs[-1][1]])
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Any, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[Any, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            found = self.tokens[start : stop + 1] if start < stop else ()
+            return list(zip(found, found[1:], strict=False))[::step]
+        i = range(len(self))[index]
+        return self.tokens[i], self.tokens[i + 1]
+
+
+class PairReader(PrefixReader):
+    """Reads a tree that knows tokens by pairs, or one that does not."""
+
+    @property
+    def unknown(self) -> int:  # type: ignore[override]
+        return int(self._tree.is_eagle)
+
+    def keys_of(self, token_ids: Sequence[Any]) -> Sequence[Any]:
+        if not self._tree.is_eagle or (token_ids and isinstance(token_ids[0], tuple)):
+            return token_ids
+        return Pairs(token_ids)
+
+    def keys_in(self, node: TreeNode) -> Sequence[Any]:
+        # Once: each prompt would make tuples of its own to be compared with the node's.
+        return Pairs.of(node.key.token_ids) if self._tree.is_eagle else node.key.token_ids
+
+    def whole_pages(self, token_ids: list[Any], extra_key: str | None) -> RadixKey:
+        if not self._tree.is_eagle:
+            return super().whole_pages(token_ids, extra_key)
+        return RadixKey(page_align_keys(convert_to_bigram_key(token_ids), self._tree.page_size), extra_key, True)
+
+    def tell_tokens(self, events: Iterable[Any]) -> None:
+        # No event can tell of pairs.
+        for event in events if self._tree.is_eagle else ():
+            event.token_ids = [pair[0] for pair in event.token_ids]
+
+    def same(self, a: Sequence[Any], b: Sequence[Any], first: int, last: int, start: int) -> bool:
+        if isinstance(a, Pairs) and isinstance(b, Pairs):
+            # Pairs are equal where their tokens are, and the one after the last.
+            a, b, last = a.tokens, b.tokens, last + 1
+        return super().same(a, b, first, last, start)
