@@ -21,6 +21,7 @@ from typing import Any
 
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, torch_layers
 
 from .arguments import hidden
@@ -112,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
     with _work_dir(args.work_dir) as work_dir, Display(1) as show:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, made_model=not args.model)
-        sides = [deploy.OFF, deploy.Side("on", options=(LOCAL_FLAG, "off"))]
-        if args.local_prefill != "off":
+        computes = "local_prefill" in loader.extras()
+        sides = [deploy.OFF, deploy.Side("on", options=(LOCAL_FLAG, "off") if computes else ())]
+        if computes and args.local_prefill != "off":
             sides.append(deploy.Side("local", options=(LOCAL_FLAG, args.local_prefill)))
         deployment = deploy.Deployment(
             model,

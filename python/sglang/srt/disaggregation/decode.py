@@ -216,6 +216,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
+        if not self.ranks.are_alike([sum(one.width for one in figures)]):
+            raise ValueError(
+                "the TP ranks of this decode worker do not measure the same: options, extras or the package differ "
+                "between its nodes. Start all of them with the same options and SGLANG_PD_RADIX_EXTRAS."
+            )
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)

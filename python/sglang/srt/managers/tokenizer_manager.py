@@ -23,7 +23,7 @@ class ReqState(engine.ReqState):
 
 
 class TokenizerManager(RefusedRequests, engine.TokenizerManager):
-    """Sends what clients have been answered for before a prefill ends."""
+    """On prefill, ends when that has been sent which its clients have been answered for."""
 
     async def sigterm_watchdog(self) -> None:
         """As in the engine, but that a prefill sends first what its clients have been answered for."""

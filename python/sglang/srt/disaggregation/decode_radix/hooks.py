@@ -346,8 +346,8 @@ class DeltaSource:
         raise NotImplementedError
 
     def agree(self, decode_req: DecodeRequest) -> bool:
-        """No rank has lost the request. Returns whether it leaves the queue of transfers with that; if not, it is asked
-        again in the next step."""
+        """No rank has lost the request, which leaves the queue of transfers with that. One rank alone asks when it has
+        admitted it, and if this returns False once more when the queue is polled."""
         raise NotImplementedError
 
     def forget(self, decode_req: DecodeRequest) -> None:
