@@ -24,6 +24,8 @@ from pd import (
     words,
 )
 
+from sglang_pd_radix.patching import loader
+
 pytestmark = pytest.mark.timeout(600)
 
 # Prefill chunks below and above the prefixes in play.
