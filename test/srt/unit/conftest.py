@@ -35,7 +35,16 @@ torch.set_num_threads(1)
 pytest_sessionfinish = end_of_a_run.pytest_sessionfinish
 
 # Of all extras together: left out where SGLANG_PD_RADIX_EXTRAS selects some.
-ALL_EXTRAS = ("deploy_files", "docs", "engine_options", "reference", "simulate", "simulation_gates", "troubleshooting")
+ALL_EXTRAS = (
+    "demo",
+    "deploy_files",
+    "docs",
+    "engine_options",
+    "reference",
+    "simulate",
+    "simulation_gates",
+    "troubleshooting",
+)
 collect_ignore = [] if loader.extras() == loader.known_extras() else [f"test_{name}.py" for name in ALL_EXTRAS]
 
 
