@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,25 +16,13 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
 from sglang.srt.managers import scheduler_pp_mixin
+from test_context_parallel_ranks import PROMPTS, made, over_mooncake
 from test_traps import Prefill
 
 # Layers of each stage; of the second, no stage has a number that divides that of the model.
 STAGES = [(2, 3), (1, 1, 1)]
-# A miss, a hit in part, a full hit: tokens of the prompt and of the prefix, and where chunks end, in pages.
-PROMPTS = [(26, 0, (3, 5)), (26, 8, (3, 5)), (24, 24, ())]
 
-
-@pytest.fixture
-def made() -> Iterator[list]:
-    worlds: list = []
-    yield worlds
-    for world in worlds:
-        world.close()
-
-
-def over_mooncake(monkeypatch, made: list, **options) -> mooncake.World:
-    made.append(mooncake.World(monkeypatch, **options))
-    return made[-1]
+__all__ = ["made"]
 
 
 # ---- what is sent ----
