@@ -215,7 +215,7 @@ def test_what_it_does_not_have_is_no_win(tmp_path):
     assert "nan" not in (tmp_path / "report.md").read_text()
     read = json.loads((tmp_path / "report.json").read_text())
     assert read["workloads"][0]["runs"][2]["figures"]["sent_bytes"] is None
-    drawn = report.charts(entry)
+    drawn = report.charts(entry, {})
     assert [line.name for line in drawn["bytes"].lines if line.points] == ["off", "on"]
 
 
