@@ -35,7 +35,8 @@ def median_line(name: str, color: str, runs: Sequence[Sequence[Point]], dashed: 
     runs = [run for run in runs if run]
     band, points = [], []
     for x in numpy.linspace(min(r[0][0] for r in runs), max(r[-1][0] for r in runs), 121) if runs else ():
-        left = [float(numpy.interp(x, *zip(*run, strict=True))) for run in runs if run[0][0] <= x <= run[-1][0]]
+        going = [run for run in runs if run[0][0] <= x <= run[-1][0]]
+        left = [float(numpy.interp(x, [p[0] for p in run], [p[1] for p in run])) for run in going]
         if left:
             points.append((float(x), statistics.median(left)))
             band.append((float(x), min(left), max(left)))
@@ -95,7 +96,8 @@ class Chart:
                     label=line.name,
                 )
                 if line.band:
-                    axes.fill_between(*zip(*line.band, strict=True), color=line.color, alpha=0.15, linewidth=0)
+                    xs, low, high = zip(*line.band, strict=True)
+                    axes.fill_between(xs, low, high, color=line.color, alpha=0.15, linewidth=0)
             width = 0.8 / max(1, len(self.bars))
             for i, bars in enumerate(self.bars):
                 places = [g + (i - (len(self.bars) - 1) / 2) * width for g in range(len(self.groups))]

@@ -48,8 +48,8 @@ FIGURES = (
     Figure("tpot_p50_s", "TPOT p50, ms", 1e-3, 1),
     Figure("tpot_p99_s", "TPOT p99, ms", 1e-3, 1),
     Figure("sent_bytes", "KV sent, MiB", 2**20, 1),
-    Figure("sent_over_least", "KV sent / least possible", digits=3),
-    Figure("peak_over_least", "decode tokens held at most / least possible", digits=3),
+    Figure("sent_over_least", "KV sent / lower bound", digits=3),
+    Figure("peak_over_least", "decode tokens held at most / lower bound", digits=3),
     Figure("answering_mean", "requests being answered, mean", digits=1, good=""),
     Figure("running_max", "requests running on decode, most seen", digits=0, good=""),
     # What other guests of a shared machine disturb least.
@@ -75,7 +75,7 @@ MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
-OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": "held at most / least possible"}
+OVER_LEAST = {"sent_over_least": "KV sent / lower bound", "peak_over_least": "held at most / lower bound"}
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -269,7 +269,7 @@ def answers(entry: Document) -> list[str]:
 
 def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of a chat's table by turn: medians over the runs. All sides have a column of first tokens."""
-    heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "least possible"]
+    heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "lower bound"]
     heading += [f"TTFT p50, ms, {name}" for name in entry["variants"]]
     rows = []
     first = pairs(entry)[0]
@@ -312,7 +312,7 @@ def sizes_line(entry: Document) -> str:
 LEGEND = (
     "Cells: median (least–greatest) over the runs. On / off is the median of the ratios of neighbouring runs, so it is "
     "not the ratio of the medians beside it; worst is the least favourable of them (in brackets where a cell has two "
-    "numbers). The least possible is computed from the workload. –: not known; "
+    "numbers). The lower bound is computed from the workload. –: not known; "
     f"a p99 needs at least {LEAST_FOR_P99} values."
 )
 _TURNS = "Runs of all sides took turns, {} of each; the first in odd runs was the last in even ones."
@@ -407,7 +407,7 @@ def charts(entry: Document, setting: Mapping[str, Any]) -> dict[str, Chart]:
             "seconds",
             "MiB",
             over_time("sent_bytes", 2**20),
-            mark=(least, "least possible"),
+            mark=(least, "lower bound"),
         ),
         "running": Chart("Requests running on decode", "seconds", "requests", over_time("running")),
         "tokens": Chart(
@@ -425,7 +425,7 @@ def charts(entry: Document, setting: Mapping[str, Any]) -> dict[str, Chart]:
         sent = [
             Bars("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
             Bars("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
-            Bars("least possible", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
+            Bars("lower bound", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
         ]
         found["turns"] = Chart("KV sent per turn", "turn", "MiB", groups=turns, bars=sent)
     band = often + ("; line: median, band: least to greatest" if many > 1 else "")
