@@ -11,25 +11,20 @@ from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.tier import NO_TIER
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
-    """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
+    """Gives a decode worker its tree, tells what the pools hold, and flushes around quarantine.
 
     What the engine has in its mixins is overridden in their modules.
     """
-
-    # A flush that waits until no request is left, and until when, as the engine has it.
-    _pending_flush: tuple[Any, float] | None = None
 
     # ---- the tree and the pools ----
 
@@ -80,11 +75,8 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         return record
 
     def rests(self) -> bool:
-        """Whether the worker has no request, and nothing in quarantine or on its way to or from a tier."""
-        return self.is_fully_idle() and not (self.has_quarantine() or self._copies())
-
-    def _copies(self) -> bool:
-        return getattr(self.tree_cache, "tier", NO_TIER).busy
+        """Whether the worker has no request, and nothing in quarantine."""
+        return self.is_fully_idle() and not self.has_quarantine()
 
     def note_step(self, batch, result) -> None:
         """A step's result has been processed."""
@@ -156,11 +148,6 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
     def begin_turn(self, recv_reqs) -> None:
         """What a turn of the loop begins with, when its messages have been processed."""
 
-    def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while KV is on its way to or from a tier."""
-        if not self._copies():
-            super().maybe_sleep_on_idle()
-
     # ---- flushes ----
 
     def flush_cache(self) -> bool:
@@ -174,20 +161,3 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         if self.has_quarantine():
             flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
         return flush()
-
-    def flush_cache_wrapped(self, recv_req):
-        """Several TP ranks, or a worker with a tier, decide together."""
-        if self._flushes_alone() or self._pending_flush is not None:
-            return super().flush_cache_wrapped(recv_req)
-        return begin_flush(self, recv_req, super().flush_cache_wrapped)
-
-    def _check_pending_flush(self) -> None:
-        """Several ranks look together whether the flush that waits can be done, and give it up together."""
-        if self._pending_flush is None or self._flushes_alone():
-            super()._check_pending_flush()
-        else:
-            check_pending_flush(self, super()._check_pending_flush)
-
-    def _flushes_alone(self) -> bool:
-        plain = self.disaggregation_mode == engine.DisaggregationMode.NULL and not hasattr(self.tree_cache, "tier")
-        return plain or self.attn_tp_size == 1
