@@ -14,7 +14,6 @@ from sglang.srt import server_args as engine
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG
-from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -150,7 +149,6 @@ class ServerArgs(engine.ServerArgs):
         ):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
-        watermark_part()
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
 
