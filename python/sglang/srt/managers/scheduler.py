@@ -1,4 +1,4 @@
-"""Scheduler of a prefill or decode worker: its tree, its pools, and flushes.
+"""Scheduler of a prefill or decode worker: its tree, and flushes.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the limit on LoRA adapters #39332
 (merged).
@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
@@ -21,12 +20,12 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
-    """Gives a decode worker its tree, tells what the pools hold, and flushes around quarantine.
+    """Gives a decode worker its tree, tells whether it rests, and flushes around quarantine.
 
     What the engine has in its mixins is overridden in their modules.
     """
 
-    # ---- the tree and the pools ----
+    # ---- the tree ----
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -47,32 +46,14 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         return self.server_args.disaggregation_decode_enable_radix_cache
 
     def get_internal_state(self, recv_req):
-        """Adds ``kv_pool``: the pool figures of invariant I1 in tokens where one pool has all KV."""
+        """Adds ``kv_pool``."""
         output = super().get_internal_state(recv_req)
         output.internal_state = {**output.internal_state, "kv_pool": self.kv_pool_state()}
         return output
 
-    def pools(self) -> Pools:
-        """This worker's pools as they are now."""
-        return Pools(
-            tree=self.tree_cache,
-            allocator=self.token_to_kv_pool_allocator,
-            rows=getattr(self, "req_to_token_pool", None),
-            size=self.max_total_num_tokens,
-            buffers=getattr(self, "req_to_metadata_buffer_idx_allocator", None),
-        )
-
     def kv_pool_state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says."""
-        idle = self.rests()
-        return self.pools().state(idle, self.pool_record(idle), self.kv_manager())
-
-    def pool_record(self, idle: bool) -> dict[str, Any]:
-        """What it says beside the figures of the pools, of a worker that is ``idle`` or not."""
-        record: dict[str, Any] = {"dp_rank": self.dp_rank or 0} if self.server_args.dp_size > 1 else {}
-        for state in hooks_of(self).state:
-            record |= state()
-        return record
+        """What ``kv_pool`` says. Extras say more."""
+        return {"idle": self.rests()}
 
     def rests(self) -> bool:
         """Whether the worker has no request, and nothing in quarantine."""

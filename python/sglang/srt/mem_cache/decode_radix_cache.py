@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
-from sglang.srt.mem_cache.tree_audit import audit_tree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -80,7 +79,7 @@ def reserve(pool: Any, slots: torch.Tensor) -> None:
 
 
 def add_layer(layer: type[DecodeRadixCache]) -> None:
-    """Have each decode tree, of a subclass too, be a ``layer`` as well: its methods come first. For extras."""
+    """Have each decode tree be a ``layer`` too: its methods come before the core's, behind those of subclasses."""
     _layers.insert(0, layer)
     _layered.cache_clear()
 
@@ -88,7 +87,8 @@ def add_layer(layer: type[DecodeRadixCache]) -> None:
 @cache
 def _layered(cls: type[DecodeRadixCache]) -> type[DecodeRadixCache]:
     layers = [layer for layer in _layers if not issubclass(cls, layer)]
-    return types.new_class(cls.__name__, (*layers, cls)) if layers else cls
+    own = [] if cls is DecodeRadixCache and layers else [cls]
+    return types.new_class(cls.__name__, (*own, *layers)) if layers else cls
 
 
 def _behind_lock(tree: DecodeRadixCache, req: Req, end: int) -> tuple[RadixKey, torch.Tensor]:
@@ -346,11 +346,6 @@ class DecodeRadixCache(RadixCache):
         self.reader.tell_tokens(self.kv_event_queue[before:])
         self.watches.on_new_leaf(node)
 
-    # ---- self-check ----
-
     def audit(self, holders: Iterable[TreeNode]) -> list[str]:
-        """Every way in which the tree contradicts itself or the nodes that live requests hold; empty when sound.
-
-        holders: one node per lock that a live request holds (the same node twice for two requests).
-        """
-        return audit_tree(self, holders)
+        """How the tree contradicts itself, or that live requests have a lock on each of ``holders``. Of extras."""
+        return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
@@ -77,11 +77,11 @@ class EvictingRadixCache(DecodeRadixCache):
         if node in self.evictable_leaves:
             self.victims.add(node)
 
-    def audit(self, holders: Iterable[TreeNode], *held: Any) -> list[str]:
+    def audit(self, holders: Iterable[TreeNode]) -> list[str]:
         """Adds leaves that are not listed."""
         unlisted = sum(node not in self.victims for node in self.evictable_leaves)
         more = [f"{unlisted} evictable leaves are not listed for eviction"] if unlisted else []
-        return super().audit(holders, *held) + more
+        return super().audit(holders) + more
 
 
 def evict_leaves(
