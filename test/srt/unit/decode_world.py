@@ -29,7 +29,6 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-
 try:
     from sglang.srt.managers.kv_pool_state import Pools
 except ImportError:
