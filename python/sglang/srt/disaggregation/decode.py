@@ -43,7 +43,6 @@ from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfe
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
-from sglang.srt.mem_cache.known_prefixes import note_known
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -464,7 +463,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self.policy.committed(decode_req.entry)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
-                note_known(decode_req.req.last_node)
                 decode_req.advance(Phase.COMMITTED)
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)

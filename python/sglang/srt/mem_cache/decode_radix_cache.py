@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.known_prefixes import note_split
 from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches
@@ -330,7 +329,6 @@ class DecodeRadixCache(RadixCache):
         """Tells the requests that watch ``child`` of the split."""
         upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
-        note_split(upper, child)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:

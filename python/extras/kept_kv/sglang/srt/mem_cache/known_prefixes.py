@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["is_known", "note_known", "note_split", "unknown_to_prefill"]
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+__all__ = ["KnowingRadixCache", "is_known", "note_known", "unknown_to_prefill"]
 
 _NAME = "known_to_prefill"
 
@@ -31,12 +33,6 @@ def note_known(node: TreeNode | None) -> None:
         node = node.parent
 
 
-def note_split(upper: TreeNode, lower: TreeNode) -> None:
-    """``upper`` has been split off from ``lower``."""
-    if is_known(lower):
-        setattr(upper, _NAME, True)
-
-
 def unknown_to_prefill(found: PrefixPeek) -> int:
     """Tokens at the end of what the tree holds of a prompt that no prefill has. Cost: the nodes that hold them."""
     tokens, span = 0, found.in_last
@@ -46,3 +42,13 @@ def unknown_to_prefill(found: PrefixPeek) -> int:
         tokens += span
         span = len(found.path[i - 1].key.token_ids) if i else 0
     return tokens
+
+
+class KnowingRadixCache(DecodeRadixCache):
+    """Layer of each decode tree: what is known of a node is known of both parts of it."""
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        if is_known(child):
+            setattr(upper, _NAME, True)
+        return upper
