@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.prefix_watch import PrefixWatches
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
@@ -337,10 +336,10 @@ class DecodeRadixCache(RadixCache):
         self.watches.on_removal(node)
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Events tell prompts with an extra_key apart, and those who watch for a new leaf are told of it."""
+        """Tells those who watch for a new leaf of it."""
         self.growth += 1
         before = len(self.kv_event_queue)
-        record_store(self, node, super()._record_store_event)
+        super()._record_store_event(node)
         self.reader.tell_tokens(self.kv_event_queue[before:])
         self.watches.on_new_leaf(node)
 
