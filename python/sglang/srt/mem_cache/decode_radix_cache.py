@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["DecodeRadixCache", "add_layer", "insert_below", "is_plain", "is_warmup", "path_to", "reserve"]
+__all__ = ["DecodeRadixCache", "add_layer", "insert_below", "is_warmup", "path_to", "reserve"]
 
 _layers: list[type[DecodeRadixCache]] = []
 
@@ -32,14 +32,6 @@ _layers: list[type[DecodeRadixCache]] = []
 def is_warmup(req: Req) -> bool:
     """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
     return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
-
-
-def is_plain(req: Req) -> bool:
-    """Whether nothing in a request needs a whole prefill: what it says of the prompt itself, or what is no token."""
-    in_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    extra = in_prompt or req.return_hidden_states or req.return_routed_experts or req.is_prefill_only
-    other = req.input_embeds is not None or req.multimodal_inputs is not None or req.session is not None
-    return not (extra or other or req.token_type_ids is not None or is_warmup(req))
 
 
 def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
