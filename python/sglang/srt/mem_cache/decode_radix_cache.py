@@ -75,7 +75,7 @@ def add_layer(layer: type[DecodeRadixCache]) -> None:
 
 
 @cache
-def _layered(cls: type[DecodeRadixCache]) -> type[DecodeRadixCache]:
+def _layered(cls: Any) -> Any:
     layers = [layer for layer in _layers if not issubclass(cls, layer)]
     own = [] if cls is DecodeRadixCache and layers else [cls]
     return types.new_class(cls.__name__, (*own, *layers)) if layers else cls
