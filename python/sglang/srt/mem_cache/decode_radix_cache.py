@@ -123,7 +123,7 @@ class DecodeRadixCache(RadixCache):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DecodeRadixCache:
         """See `add_layer`."""
-        return super().__new__(_layered(cls))
+        return super().__new__(_layered(cls))  # type: ignore[arg-type]
 
     @classmethod
     def take_over(cls, cache: RadixCache, sliding_window_size: int | None = None) -> DecodeRadixCache:
