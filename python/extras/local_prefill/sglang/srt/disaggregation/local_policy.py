@@ -11,6 +11,7 @@ Upstream: none is known. NVIDIA Dynamo decides the same in its router (condition
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean, median
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.step_watch import StepWatch, has_prompts
 
-__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy"]
+__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy", "ShortTransfers"]
 
 UNIT = 1000  #: A decode step.
 #: Decode steps give one part in so many of their time to steps over prompts, if this many requests or more decode. If
@@ -66,6 +67,29 @@ class Policy(NamedTuple):
 
 
 AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)  #: A chat's turn has fewer than 128 tokens.
+
+
+class ShortTransfers:
+    """How long the last transfers from prefills took, from admission to commit."""
+
+    KEPT = 8
+    # What a transfer of fewer tokens takes is not for its tokens.
+    LEAST_TOKENS = 256
+    # Older ones say nothing of what a prefill does now.
+    LATE_S = 30.0
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque(maxlen=self.KEPT)
+
+    def done(self, tokens: int, seconds: float) -> None:
+        """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
+        self._last.append((time.monotonic(), seconds / max(tokens, self.LEAST_TOKENS)))
+
+    def short(self) -> float | None:
+        """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
+        since = time.monotonic() - self.LATE_S
+        found = [seconds_per_token for at, seconds_per_token in self._last if at > since]
+        return median(found) * self.LEAST_TOKENS if found else None
 
 
 class Bucket:
