@@ -226,6 +226,48 @@ def test_who_may_follow_is_agreed(pair, knows):
     assert admitted == [True, True, True] and prefix_len == 0 and worst == 0
 
 
+def herd(rank: int, lost: str) -> list[tuple]:
+    """Four requests of one prefix and one that shares nothing. The leader is lost on one rank only, or on none."""
+    me = Rank(rank, 256)
+    requests = [me.arrive(tokens(1, 32) + tokens(n, 4)) for n in range(2, 6)] + [me.arrive(tokens(9, 20))]
+    for decode_req in requests:
+        me.world.handshake(decode_req)
+    wires = [decode_req.kv_receiver for decode_req in requests]
+
+    def lose() -> None:
+        if rank == 1:
+            wires[0].abort()
+
+    def arrive() -> None:
+        for decode_req in list(me.world.transfer.queue):
+            me.world.complete(decode_req)
+
+    def patience_ends() -> None:
+        # One rank's clock is ahead: it would no longer wait.
+        if rank == 1:
+            for decode_req in me.world.queue.queue:
+                end_patience(decode_req.entry)
+
+    plan: dict[int, list] = {4: [arrive], 8: [arrive], 12: [arrive]}
+    if lost == "leader":
+        plan[2] = [lose]
+    if lost == "patience":
+        plan[2] = [patience_ends]
+    return me.run(plan)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "leader", "patience"])
+def test_ranks_follow_alike(pair, lost):
+    """Who waits for whom is the same on all ranks, also when one rank loses the leader, or its patience, first."""
+    decisions = assert_same(pair.run(herd, lost))
+    admitted = [(n, rid, prefix) for n, decision in enumerate(decisions) for rid, prefix in decision[0]]
+    alone = [(rid, prefix) for n, rid, prefix in admitted if n < 4]
+    leaders = ["r1", "r2"] if lost == "leader" else ["r1"]
+    assert sorted(alone) == sorted([(rid, 0) for rid in [*leaders, "r5"]])
+    assert sorted(admitted) == admitted and {prefix for n, _, prefix in admitted if n >= 4} == {32}
+    assert len(admitted) == 5
+
+
 def test_a_leader_that_does_not_pay_hides_none_that_does():
     """A long prompt of the same document came first; nobody waits for that, and nobody waited for the short one."""
     world = World(size=4096, page_size=4, max_reqs=64)
