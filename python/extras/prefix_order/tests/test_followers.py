@@ -13,7 +13,7 @@ from sglang.srt.disaggregation import admission_step, decode_admission, prefix_a
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import Candidate, Standing, Transfers, WaitLimit, admission_order
 from test_decode_windows import world_of
-from test_traps import serve, serve_to_end, tokens
+from test_traps import fill, serve, serve_to_end, tokens
 
 CLOCKS = decode_admission, prefix_policy, prefix_schedule, prefix_admission
 FCFS = {"disaggregation_decode_admission": "fcfs"}
@@ -649,11 +649,6 @@ def test_a_higher_priority_is_seen_behind_any_number_of_others():
 
 
 # ---- what is evicted ----
-
-
-def fill(world: World, *prompts: list[int]) -> None:
-    for prompt in prompts:
-        serve_to_end(world, prompt, max_new=1)
 
 
 def held(world: World, *prompts: list[int]) -> list[int]:

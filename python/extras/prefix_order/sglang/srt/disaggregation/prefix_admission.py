@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.admission_step import Admission, all_ready, waiting
@@ -118,8 +119,7 @@ class PrefixAdmission(Admission):
                 decode_req.lose(e)
                 continue
             if follows:
-                held = entry.watch.length + entry.coming
-                self._adding.wait(lambda req=req, held=held: self._accounts.kept_for(req, held))
+                self._adding.wait(partial(self._accounts.kept_for, req, entry.watch.length + entry.coming))
                 due = min(due, entry.due)
             else:
                 yield decode_req, may_match
