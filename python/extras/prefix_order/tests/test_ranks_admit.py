@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_step_costs
 import torch.distributed as dist
 from decode_world import World, asked, end_patience, queue, sent
 from ranks import assert_same
@@ -299,3 +300,19 @@ def test_every_request_has_its_bit(expired):
     other.note(entries, [7])
     other.take(first.own())
     assert gave_up == expired
+
+
+@pytest.mark.parametrize(
+    ("case", "at_once", "most"),
+    [
+        # All fit, and are admitted in the first step; the others reduce the polls of their transfers.
+        ((64, 0, 0, 64, 64), 64, 15),
+        # As many fit as well where each has to evict for it.
+        ((64, 16, 0, 12, 520), 12, 15),
+    ],
+    ids=["memory is free", "each evicts"],
+)
+def test_ranks_admit_at_once_what_fits_and_meet_at_most_once_a_step(pair, case, at_once, most):
+    admitted, collectives = zip(*assert_same(pair.run(test_step_costs.ranks, *case)), strict=True)
+    assert admitted == (at_once, *[0] * 14) and max(collectives) <= 1, f"admitted {admitted}, {collectives}"
+    assert sum(collectives) <= most, collectives
