@@ -733,7 +733,11 @@ def options(**given: Any) -> Any:
             r"--hicache-storage-backend hf3fs \(file, mooncake are",
         ),
         (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        (
+            cache_support.kinds_with("linear attention")[0],
+            {"speculative_algorithm": "EAGLE"},
+            "--speculative-algorithm",
+        ),
     ],
 )
 def test_what_is_not_verified_with_it_is_refused(kind, given, says):

@@ -162,7 +162,7 @@ def _bits(words: Sequence[int]) -> list[int]:
 class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
-    queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows, and figures of host memory, if
+    queued, retracted: lengths of the queues. memory: KV, beside, evictable, rows, and figures of host memory, if
     there is any. buffers: for metadata. order: of each candidate its place in the window, and what it waits for.
     leader_version: see `PrefixWatches`.
     """
@@ -176,10 +176,10 @@ class RankState(NamedTuple):
 
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
-        available, windows, evictable, rows, *host = self.memory
+        available, beside, evictable, rows, *host = self.memory
         line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers};{host}"
         order = zlib.crc32(line.encode())
-        return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leader_version]
+        return [self.queued, rooms, available, beside, evictable, self.retracted, order, self.leader_version]
 
 
 class Ranks:
