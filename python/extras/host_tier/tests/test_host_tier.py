@@ -733,10 +733,9 @@ def options(**given: Any) -> Any:
             r"--hicache-storage-backend hf3fs \(file, mooncake are",
         ),
         (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        (
-            cache_support.kinds_with("linear attention")[0],
-            {"speculative_algorithm": "EAGLE"},
-            "--speculative-algorithm",
+        *(
+            (kind, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm")
+            for kind in cache_support.kinds_with("linear attention")
         ),
     ],
 )

@@ -255,3 +255,11 @@ def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
         manager._resolve_rank_mapping(info)
     manager.kv_args.state_data_ptrs = []
     manager._resolve_rank_mapping(info)
+
+
+def test_a_prefill_without_this_extra_refuses_what_it_would_not_send(over_nixl, monkeypatch):
+    """On a full hit it sent no state, for which decode waited until its time was over."""
+    core = [one for one in common.CommonKVManager.__mro__ if "unfit" in vars(one)][-1]
+    monkeypatch.setattr(common.CommonKVManager, "unfit", core.unfit)
+    request = over_nixl.request(7, 24, 24).start_prefill().start_decode().ask()
+    request.assert_fails("this prefill keeps more than KV, and runs without the extra hybrid")
