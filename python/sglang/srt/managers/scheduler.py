@@ -43,7 +43,8 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         kind = state_kind.kind_of(self.tp_worker.model_runner)
         if kind is not StateKind:
             cache_support.check(kind.support, args)
-            kind.prepare(self.tp_worker.get_memory_pool()[0])
+            # The engine is to build its tree for KV alone.
+            self.tp_worker.get_memory_pool()[0].kv_alone = True
         # Of the tree that the engine would build: what an extra keeps of this one elsewhere is its own.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()

@@ -76,10 +76,6 @@ class StateKind:
         return True
 
     @classmethod
-    def prepare(cls, rows: Any) -> None:
-        """Before the engine builds its tree: have it be the one for KV alone. rows: the pool of requests' rows."""
-
-    @classmethod
     def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
         """A decode tree that has it, for the pools of the tree that the engine has built."""
         raise NotImplementedError

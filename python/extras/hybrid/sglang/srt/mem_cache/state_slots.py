@@ -33,10 +33,6 @@ class StateSlots(StateKind):
         return runner.hybrid_gdn_config is not None
 
     @classmethod
-    def prepare(cls, rows: Any) -> None:
-        rows.kv_alone = True
-
-    @classmethod
     def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
         tree = DecodeRadixCache.take_over(engines)
         tree.state = cls(engines.req_to_token_pool)

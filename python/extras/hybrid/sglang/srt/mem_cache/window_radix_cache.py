@@ -44,10 +44,6 @@ class WindowSlots(StateKind):
         return runner.is_hybrid_swa
 
     @classmethod
-    def prepare(cls, rows: Any) -> None:
-        rows.kv_alone = True
-
-    @classmethod
     def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
         return WindowRadixCache.take_over(engines, sliding_window_size=scheduler.sliding_window_size)
 
