@@ -55,7 +55,7 @@ class RequestMemory:
         if shortfall > 0:
             tree.evict_shortfall(shortfall)
         # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
-        delta = tree.pool.alloc_long_runs(plan.delta)
+        delta = tree.alloc_delta(plan.delta)
         if delta is None or rows.alloc([req]) is None:
             raise RuntimeError(f"{req.rid}: admitted beyond what the pool has")
         tree.state.take(req, num_tokens, plan, delta)

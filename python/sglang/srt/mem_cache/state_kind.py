@@ -65,8 +65,11 @@ class StateKind:
     layers = "full attention"
     #: In messages, in the plural.
     word: str | None = None
-    #: Whether what is free of it is part of `Memory`.
+    #: Whether what is free of it is part of `Memory`. Then it has an allocator, ``pool``, and takes slots that prefill
+    #: writes to by ``alloc``.
     has_pool = False
+    pool: Any
+    alloc: Any
 
     # ---- at the start ----
 

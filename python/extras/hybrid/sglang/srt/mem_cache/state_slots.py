@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.kv_pool_state import not_all_free
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.hybrid_support import LINEAR
 from sglang.srt.mem_cache.state_kind import StateKind
@@ -49,5 +48,8 @@ class StateSlots(StateKind):
         return targets.tolist()
 
     def faults(self) -> list[str]:
-        states = self.rows.mamba_pool
-        return not_all_free("state slots", states.free_slots.tolist(), range(1, states.size + 1))
+        size, free = self.rows.mamba_pool.size, sorted(self.rows.mamba_pool.free_slots.tolist())
+        if free == list(range(1, size + 1)):
+            return []
+        different = len({*range(1, size + 1)}.intersection(free))
+        return [f"{different} different state slots are free, {len(free)} in all, and there are {size}"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, reserve
 from sglang.srt.mem_cache.decode_windows import Windows, WindowsKept
 from sglang.srt.mem_cache.hybrid_support import WINDOWS
 from sglang.srt.mem_cache.state_kind import Need, StateKind
@@ -52,7 +52,7 @@ class WindowSlots(StateKind):
         self.allocator = allocator
         self.rule = rule
         self.pool = allocator.swa_attn_allocator
-        self.pool.long_runs_last = True
+        self.alloc = self.pool.alloc
         # By which requests save theirs when they are retracted.
         allocator.window_slots = self
         if self.size < rule.most:
@@ -117,7 +117,7 @@ class WindowSlots(StateKind):
         """``held``: slots here, 0 where there was none."""
         own = held[: len(slots)]
         used = own > 0
-        self.pool.reserve(own[used])
+        reserve(self.pool, own[used])
         self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
         req.swa_evicted_seqlen -= req.cache_protected_len
 
@@ -128,7 +128,7 @@ class WindowSlots(StateKind):
 
         What is left of the last page gets its entries when decode steps use it.
         """
-        own = self.pool.alloc_long_runs(len(slots))
+        own = self.alloc(len(slots))
         if own is None:
             raise RuntimeError("admitted beyond what the window pool has")
         self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]

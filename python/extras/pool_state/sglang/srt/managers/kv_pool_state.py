@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree_audit import audit_unheld_pages
 
-__all__ = ["Pools", "not_all_free"]
+__all__ = ["Pools"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Pools:
         tier = self.tree.tier
         faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, tier), *tier.faults()]
         rows = self.rows
-        faults += not_all_free("rows", rows.free_slots, range(rows.size + getattr(rows, "pre_alloc_size", 0)))
+        faults += _not_all_free("rows", rows.free_slots, range(rows.size + getattr(rows, "pre_alloc_size", 0)))
         if self.buffers is not None:
-            faults += not_all_free("metadata buffers", self.buffers.free_slots, range(self.buffers.size))
+            faults += _not_all_free("metadata buffers", self.buffers.free_slots, range(self.buffers.size))
         return faults + self.tree.state.faults()
 
 
-def not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:
+def _not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:
     """How the list of ``free`` ones contradicts that each of ``places`` is in it, and once."""
     free = sorted(free)
     if free == list(places):
