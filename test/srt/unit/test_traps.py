@@ -79,11 +79,6 @@ def serve_to_end(world: World, prompt: list[int], **options: Any) -> Req:
     return req
 
 
-def fill(world: World, *prompts: list[int]) -> None:
-    for prompt in prompts:
-        serve_to_end(world, prompt, max_new=1)
-
-
 def snapshot(world: World) -> list[tuple]:
     """All that a match changes of the tree: nodes, their keys, access times, locks and counts of hits."""
     return sorted(

@@ -348,7 +348,7 @@ class DecodeRadixCache(RadixCache):
         return len(leaf.value)
 
     def no_longer_wanted(self, node: TreeNode) -> None:
-        """A request does not wait for ``node`` any more."""
+        """See `NodeWatches`."""
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Tells of the split."""
