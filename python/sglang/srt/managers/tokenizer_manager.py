@@ -1,29 +1,19 @@
-"""Serves requests: the other worker hears of what is refused.
+"""A prefill ends when that has been sent which its clients have been answered for.
 
 Upstream: none is known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import tokenizer_manager as engine
-from sglang.srt.managers.refused_requests import RefusedRequests
 from sglang.srt.managers.worker_rest import wait_sent
 
-__all__ = ["ReqState", "TokenizerManager"]
+__all__ = ["TokenizerManager"]
 
 
-@dataclass
-class ReqState(engine.ReqState):
-    """The state of one prompt, which knows whether the scheduler has been told of it."""
-
-    sent: bool = False
-
-
-class TokenizerManager(RefusedRequests, engine.TokenizerManager):
-    """On prefill, ends when that has been sent which its clients have been answered for."""
+class TokenizerManager(engine.TokenizerManager):
+    """Waits at its end for what prefill still sends."""
 
     async def sigterm_watchdog(self) -> None:
         """As in the engine, but that a prefill sends first what its clients have been answered for."""
