@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
-from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -53,18 +51,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         return (popped, failed) if return_failed_reqs else popped
 
 
-def _goes_well(req: Req) -> bool:
-    """Whether nothing has gone wrong with a request so far that a decode worker with a radix cache has asked for."""
-    sender = req.disagg_kv_sender
-    if req.finished() or req.to_finish is not None or not isinstance(sender, CommonKVSender):
-        return False
-    manager = sender.kv_mgr
-    if manager.pp_size > 1 or getattr(manager.server_args, "tokenizer_worker_num", 1) > 1:
-        # The last stage, or the process that ends the worker, would not know of what is still being sent.
-        return False
-    return not sender.has_failed() and names_prefix(sender.state.asked.values())
-
-
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
     """Sends the part of a chunk that lies beyond decode's prefix."""
 
@@ -74,9 +60,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
         for req in done:
-            if self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
-                # Once: of one whose client was answered before, the engine has not.
-                req.log_time_stats()
             if id(req) not in told:
                 events_of(self.server_args).ended(req.finished_reason)
         return done
@@ -90,16 +73,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                 if isinstance(req.disagg_kv_sender, CommonKVSender):
                     req.disagg_kv_sender.fail_if_overdue()
 
-    def tell_once(self, reqs: list[Req]) -> None:
-        """Tell the clients of these requests, once for all: each output looks at all that waits here, for its load."""
-        if reqs:
-            self.stream_output(reqs, any(req.return_logprob for req in reqs))
-
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
-        """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told.
-
-        The clients of prompts that have been computed are answered, see `_answer_computed`.
-        """
+        """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
         output = result.logits_output
@@ -112,21 +87,6 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if req.output_ids and not req.finished() and getattr(req.to_finish, "status_code", 0) == 400:
                 prepare_abort(req, req.to_finish.message, status_code=HTTPStatus.BAD_REQUEST)
                 self.stream_output([req], req.return_logprob)
-        self._answer_computed(batch.reqs)
-
-    def _answer_computed(self, reqs: list[Req]) -> None:
-        """Answer the clients of those of ``reqs`` whose prompt has been computed, if their decode has a radix cache.
-
-        The engine answers when it finds, between two steps, that all KV has been sent. A gateway hands on no token of
-        decode's before that. What fails from here on is decode's to report.
-        """
-        computed = [req for req in reqs if req.output_ids and not req.finished_output and _goes_well(req)]
-        for req in computed:
-            req.finished_reason, req.has_log_time_stats = FINISH_LENGTH(length=0), True
-        self.tell_once(computed)
-        for req in computed:
-            # Until its KV has been sent: its times are logged then.
-            req.finished_reason, req.has_log_time_stats = None, False
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.

@@ -182,11 +182,8 @@ class Scheduler(engine.Scheduler):
         return super().update_running_batch(batch)
 
     def is_final(self, batch) -> bool:
-        """Whether a step in flight cannot be taken back.
-
-        A state that has taken its tokens in cannot let them go. A prompt that was computed here has none before them.
-        """
-        return batch.has_slots or hasattr(self.req_to_token_pool, "mamba_pool")
+        """Whether a step in flight cannot be taken back: a state that has taken its tokens in cannot let them go."""
+        return hasattr(self.req_to_token_pool, "mamba_pool")
 
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute is not idle."""

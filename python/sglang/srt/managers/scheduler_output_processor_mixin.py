@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cached_property
 
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
@@ -71,11 +70,3 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
     def _page_bytes(self) -> int:
         """Bytes of one page of KV over all layers and TP ranks."""
         return sum(self.disagg_decode_prealloc_queue.kv_manager.kv_args.kv_item_lens) * self.attn_tp_size
-
-    def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """On prefill, nothing more is told of those that have been answered before their KV was sent."""
-        if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            told, reqs = reqs, [req for req in reqs if not (req.finished() and req.finished_output)]
-            if told and not reqs:
-                return
-        super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)

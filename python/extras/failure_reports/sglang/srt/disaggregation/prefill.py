@@ -1,4 +1,4 @@
-"""Prefill's clients hear at once of requests that have failed, and nothing more is computed for these.
+"""Prefill's clients hear at once that a prompt is computed or a request has failed, for which nothing more is computed.
 
 Upstream: none is known.
 """
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation import prefill as engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
-from sglang.srt.disaggregation.common.delta_sender import AT_FAULT
+from sglang.srt.disaggregation.common.delta_sender import AT_FAULT, names_prefix
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 
 if TYPE_CHECKING:
@@ -41,6 +42,18 @@ def _told_at_once(scheduler: Scheduler) -> Iterator[None]:
         scheduler.tell_once(told)
 
 
+def _goes_well(req: Req) -> bool:
+    """Whether nothing has gone wrong with a request so far that a decode worker with a radix cache has asked for."""
+    sender = req.disagg_kv_sender
+    if req.finished() or req.to_finish is not None or not isinstance(sender, CommonKVSender):
+        return False
+    manager = sender.kv_mgr
+    if manager.pp_size > 1 or getattr(manager.server_args, "tokenizer_worker_num", 1) > 1:
+        # The last stage, or the process that ends the worker, would not know of what is still being sent.
+        return False
+    return not sender.has_failed() and names_prefix(sender.state.asked.values())
+
+
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Answers all that fail in one step at once."""
 
@@ -51,7 +64,15 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
-    """Ends requests that have failed before they have been computed."""
+    """Answers clients of prompts that have been computed, and ends requests that have failed before."""
+
+    def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
+        """Adds that times are logged, once: of one whose client was answered before, the engine has not."""
+        done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
+        if self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
+            for req in done:
+                req.log_time_stats()
+        return done
 
     def settle(self) -> None:
         """The client of a failed request is answered at once. What its writes in flight hold is held until they end."""
@@ -142,3 +163,27 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
 
     def _count_lost(self, req: Req, reason: str) -> None:
         events_of(self.server_args).ended(req.finished_reason)
+
+    def tell_once(self, reqs: list[Req]) -> None:
+        """Tell the clients of these requests, once for all: each output looks at all that waits here, for its load."""
+        if reqs:
+            self.stream_output(reqs, any(req.return_logprob for req in reqs))
+
+    def process_batch_result_disagg_prefill(self, batch, result) -> None:
+        """Adds that the clients of prompts that have been computed are answered."""
+        super().process_batch_result_disagg_prefill(batch, result)
+        self._answer_computed(batch.reqs)
+
+    def _answer_computed(self, reqs: list[Req]) -> None:
+        """Answer the clients of those of ``reqs`` whose prompt has been computed, if their decode has a radix cache.
+
+        The engine answers when it finds, between two steps, that all KV has been sent. A gateway hands on no token of
+        decode's before that. What fails from here on is decode's to report.
+        """
+        computed = [req for req in reqs if req.output_ids and not req.finished_output and _goes_well(req)]
+        for req in computed:
+            req.finished_reason, req.has_log_time_stats = FINISH_LENGTH(length=0), True
+        self.tell_once(computed)
+        for req in computed:
+            # Until its KV has been sent: its times are logged then.
+            req.finished_reason, req.has_log_time_stats = None, False

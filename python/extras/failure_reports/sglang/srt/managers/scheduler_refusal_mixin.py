@@ -134,10 +134,17 @@ class SchedulerRefusalMixin(Base):
             sender.poll()
 
     def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """On prefill, the failure of a request that decode has refused is the client's error, as it is on decode."""
+        """On prefill, the failure of a request that decode has refused is the client's error, as it is on decode.
+
+        Of those that have been answered before their KV was sent nothing more is told.
+        """
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            told, reqs = reqs, [req for req in reqs if not (req.finished() and req.finished_output)]
+            if told and not reqs:
+                return
         for req in reqs if len(self.refused_rooms) else ():
             reason = self.refused_rooms.reason(req.bootstrap_room)
-            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT) and not req.finished_output:
+            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
                 req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
         super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
 

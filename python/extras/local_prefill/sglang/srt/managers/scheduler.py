@@ -28,6 +28,10 @@ class Scheduler(engine.Scheduler):
             end_local_step(self, self._local_prefills())
         super().pause_generation(recv_req)
 
+    def is_final(self, batch) -> bool:
+        """A prompt that was computed here has no tokens before those of the step."""
+        return batch.has_slots or super().is_final(batch)
+
     def _abort(self, recv_req, matches) -> None:
         super()._abort(recv_req, matches)
         local = self._local_prefills()
