@@ -69,8 +69,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
         """Adds that times are logged, once: of one whose client was answered before, the engine has not."""
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
-        if self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
-            for req in done:
+        for req in done:
+            if self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
                 req.log_time_stats()
         return done
 
