@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.peer_sockets import Loss
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
@@ -24,7 +22,9 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pre
 
 def lose(loop: PrefillLoop, room: int = ROOM, rank: int = 0) -> None:
     """Its decode worker is gone, and a rank of prefill has seen that."""
-    loop.wire.prefill[rank].manager.rooms.lose_decode([room], "decode is gone")
+    rooms = loop.wire.prefill[rank].manager.rooms
+    if room in rooms.live and room not in rooms.refused:
+        rooms.give_up(room, "decode is gone")
 
 
 def lose_during(loop: PrefillLoop, step: int) -> None:
@@ -112,55 +112,6 @@ def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.M
     loop.run(8)
     assert len(counted) == loop.ranks.size
     assert any("decode is gone" in message for message in counted)
-
-
-def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """Also while something is still being written to it: the watch looks again, and counted and told it once more."""
-    loop.arrive(100, ROOM)
-    loop.wire.wire.held = True
-    manager = loop.wire.prefill[0].manager
-    gone: set = set()
-    lost: list[int] = []
-    monkeypatch.setattr(manager.peer_sockets, "lost", lambda: dict.fromkeys(gone, Loss(0.0, True)))
-    monkeypatch.setattr(manager.decode_watch, "_on_lost", lambda: lost.append(len(gone)))
-    askers = manager._askers(ROOM)
-    manager.peer_sockets.reached |= askers
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank == 0 and len(scheduler.steps) >= 2:
-            gone.update(askers)
-            manager.decode_watch.check()
-
-    loop.before = before
-    loop.run(10)
-    assert len(lost) == len(askers) > 0
-    assert_ends(loop, 4, "is gone: it refuses connections")
-
-
-def test_what_a_decode_that_is_gone_has_asked_for_is_forgotten(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """Also of requests that have not come here, and may never; those of others stay."""
-    loop.arrive(100, ROOM)
-    for room in (OTHER, OTHER + 1):
-        loop.wire.request(room, 100).start_decode().ask()
-    manager = loop.wire.prefill[0].manager
-    nixl_wire.until(lambda: {OTHER, OTHER + 1} <= {*manager.transfer_infos}, "decode has asked")
-    watch, gone = manager.decode_watch, manager._askers(OTHER)
-    watch.check()
-    assert {ROOM, OTHER, OTHER + 1} <= {*manager.transfer_infos}
-    manager.peer_sockets.reached |= gone
-    monkeypatch.setattr(manager.peer_sockets, "lost", lambda: dict.fromkeys(gone, Loss(0.0, True)))
-    watch.check()
-    # It is here, and ends with its poll.
-    assert {*manager.transfer_infos} == {ROOM}
-    assert not {OTHER, OTHER + 1} & {*manager.request_status}
-    for scheduler in loop.schedulers[1:]:
-        scheduler.disagg_prefill_bootstrap_queue.kv_manager.decode_watch._unclaimed.drop([OTHER], "decode is gone")
-    # One that comes all the same is told at once.
-    loop.arrive(100, OTHER, asked=False)
-    loop.run(6)
-    for scheduler in loop.schedulers:
-        reasons = [req.finished_reason.message for req, _ in scheduler.told if req.bootstrap_room == OTHER]
-        assert len(reasons) == 1 and "gone" in reasons[0]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -125,18 +125,6 @@ def test_the_books_stay_small_and_agree(steps: list[tuple[str, int]]) -> None:
             assert len(rooms.ended) <= 3 and len(rooms.refused) <= 3
 
 
-def test_of_a_lost_decode_those_fail_that_are_here() -> None:
-    rooms = Rooms()
-    for room in (1, 2, 4):
-        rooms.begin(room, sender(room))
-    rooms.refuse(2, "no such agent")
-    rooms.end(4)
-    rooms.lose_decode([1, 2, 3, 4], "decode is gone")
-    # The second has its reason already, the third never came, and the fourth has ended.
-    assert rooms.refused == {1: "decode is gone", 2: "no such agent"}
-    assert [one.bootstrap_room for one in rooms.given_up] == [1]
-
-
 def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

@@ -15,7 +15,6 @@ import test_mooncake_wire
 import test_nixl_wire
 from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import delta_receiver
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
@@ -26,48 +25,8 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from waiting import until
-from wire_ends import close_sockets
 
 WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
-
-
-@pytest.mark.parametrize("backend", WORLDS)
-def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: pytest.MonkeyPatch, backend: str):
-    """The watch of peers closes sockets to those that are gone; this one is not, and nor is the rank behind it."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")
-    monkeypatch.setattr(delta_receiver, "TELL_AGAIN_S", 0.0)
-    world: Any = WORLDS[backend](monkeypatch, prefill_tp=2)
-    request = world.request(1, 24, 8).start_prefill().start_decode().ask()
-    request.wait_senders(KVPoll.WaitingForInput)
-    (receiver,) = request.receivers
-    receiver.fenced = True
-    first = receiver.bootstrap_infos[0]["rank_port"]
-    sockets, asked = receiver.kv_mgr.peer_sockets, []
-    get = sockets._get
-
-    def lose(endpoint: str, *args: Any) -> Any:
-        found = get(endpoint, *args)
-        asked.append(endpoint)
-        # Once to make sure of it, and once to send.
-        if endpoint.endswith(f":{first}") and asked.count(endpoint) == 2:
-            close_sockets(sockets)
-        return found
-
-    monkeypatch.setattr(sockets, "_get", lose)
-    receiver.fail("decode gives it up")
-    assert receiver.poll() == KVPoll.Failed
-    receiver.cancel()
-    assert [peer["rank_port"] for peer in receiver.state.untold] == [first]
-
-    def quiet() -> bool:
-        for rank in world.prefill:
-            rank.manager.settle()
-        for sender in request.senders:
-            sender.poll()
-        return receiver.writers_done()
-
-    until(quiet, "both ranks have answered")
-    assert all(sender.has_failed() for sender in request.senders)
 
 
 def shaken_hands(world: Any) -> None:

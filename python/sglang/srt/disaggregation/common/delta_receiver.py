@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
-from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, check_rank, known_ranks
+from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
 from sglang.srt.disaggregation.decode_radix import hooks
@@ -345,7 +345,7 @@ class DeltaReceiver(Base):
             return True
         # Or nothing listens any more where their schedulers did. Silence does not say so: the writers may go on.
         ranks = [(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or []]
-        return self.kv_mgr.peer_sockets.are_gone(ranks)
+        return self.kv_mgr.are_gone(ranks)
 
     def end(self) -> None:
         """Forget the room, and the reasons that came after the first one, which nobody reads."""
@@ -368,15 +368,6 @@ def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
     scout = copy.copy(receiver)
     scout.bootstrap_room, scout._register_kv_args = None, lambda: None
     prefill = manager.prefill_info_table.get(addr)
-
-    def ask(*rank: int) -> Any:
-        info = receiver._get_bootstrap_info_from_server(*rank)
-        if info is not None:
-            # Before it is kept: it would be looked at by whoever watches prefills.
-            check_rank(addr, info)
-        return info
-
-    scout._get_bootstrap_info_from_server = ask
 
     def fetch() -> None:
         super(DeltaReceiver, scout)._setup_bootstrap_infos()

@@ -68,6 +68,9 @@ class Worker(Protocol):
 
     request_status: dict[int, KVPoll]
 
+    def heard_until(self) -> float:
+        """What decode had said before then, by the monotonic clock, has been read."""
+
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Note how far a room is."""
 
@@ -99,7 +102,7 @@ class PrefillInbox(Generic[Peer]):
     def _on_request(self, message: Request[Peer]) -> None:
         """Take a request for KV; its room may begin when all decode ranks have asked."""
         books, room, info, word = self._books, message.room, message.info, self._backend.rank_word
-        info.heard_until = books.rooms.pulse.heard_until()
+        info.heard_until = self._worker.heard_until()
         if self._backend.notes_silent_peers and not info.names_prefix:
             books.rooms.silent_peer_at = time.monotonic()
         asked = books.asked.get(room, {})

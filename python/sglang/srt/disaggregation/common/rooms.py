@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.pulse import Pulse
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
 from sglang.srt.disaggregation.room_notes import remember
 
@@ -88,8 +87,6 @@ class Rooms:
         self.hears_of_waiting = False
         # When one last asked for KV that does not: any room may wait there.
         self.silent_peer_at = 0.0
-        # Up to when all that decode has said is in these books.
-        self.pulse = Pulse()
 
     def begin(self, room: int, sender: Any) -> bool:
         """Whether a request that has come has its room, and what had ended of that is forgotten.
@@ -230,13 +227,6 @@ class Rooms:
             return 0.0
         heard_at = max([since, self.silent_peer_at, *self.waiting.get(room, {}).values()])
         return time.monotonic() - heard_at
-
-    def lose_decode(self, rooms: list[int], reason: str) -> None:
-        """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""
-        with self.lock:
-            for room in rooms:
-                if room in self.live and room not in self.refused:
-                    self.give_up(room, reason)
 
     def settle(self) -> None:
         """Poll what decode has given up, and forget what has ended by that: it has answered decode."""

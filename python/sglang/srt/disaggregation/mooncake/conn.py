@@ -25,7 +25,6 @@ from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import wire
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
 from sglang.srt.disaggregation.mooncake.decode_inbox import DecodeInbox
-from sglang.srt.disaggregation.mooncake.failed_sessions import FailedSessions
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
 from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
@@ -87,14 +86,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
-        self.failed_sessions = self.sessions = FailedSessions()
+        self.failed_sessions: set[str] = set()
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
         self.engine_staging = wire.EngineStaging()
         super().__init__(*args, **kwargs)
-        # In the place of a set, which the engine makes when its thread already reads messages.
-        self.failed_sessions = self.sessions
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only messages that it can read."""
@@ -115,7 +112,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {session!r} does not end in a port")
-            self.sessions.remove(session)
             return True
         self.inbox.take(message)
         return False
@@ -124,9 +120,14 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
         return self.engine_staging.takes(frames, self.enable_staging and not self.has_radix)
 
+    @property
+    def stages_deltas(self) -> bool:
+        """Whether a staging buffer is made with a radix cache, too."""
+        return False
+
     def _init_staging_allocator(self) -> None:
         """With a radix cache no buffer is offered: the engine's grid of chunks knows of no prefix."""
-        if not self.has_radix:
+        if not self.has_radix or self.stages_deltas:
             super()._init_staging_allocator()
 
     @property
@@ -152,9 +153,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
         writes = [info for info in infos if not info.is_dummy]
         answers = self.answers(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
-        for session in [info.mooncake_session_id for info in writes if info.names_prefix]:
-            # Before a write of it may fail.
-            self.sessions.try_again(session)
         # The engine queues nothing of a room that has failed; another thread may be about to say so.
         with self.rooms.lock:
             if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:

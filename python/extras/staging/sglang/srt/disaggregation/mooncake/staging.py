@@ -272,7 +272,7 @@ class SendsPieces(Base):
             return None
         if waited > self.bootstrap_timeout:
             return f"decode has granted no staging memory for {waited:.0f} s"
-        is_gone = any(self.peer_sockets.are_gone([(info.endpoint, info.dst_port)]) for info in infos)
+        is_gone = any(self.are_gone([(info.endpoint, info.dst_port)]) for info in infos)
         return "decode, which was to grant staging memory, is gone" if is_gone else None
 
     def _prefetch_staging_reqs(self, room: int) -> None:
