@@ -25,11 +25,9 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import torch
-from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import prefill_peers
-from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
@@ -129,7 +127,7 @@ class Bench:
         # Another name of the same prefill, for those that go on when the first is lost.
         self.other_host = "localhost"
         self.manager.prefill_info_table[f"{self.other_host}:{self.port}"] = self.manager.prefill_info_table[address]
-        known = dataclasses.replace(self.manager.prefills.of(address), queued=True)
+        known = dataclasses.replace(self.manager.prefills.of(address), others={"queued": 1})
         self.manager.prefills.capabilities |= {address: known, f"{self.other_host}:{self.port}": known}
         self.address = address
         self.info = self.manager.prefill_info_table[address]
@@ -916,87 +914,6 @@ def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: B
 
 
 # ---- how long it takes prefill to know that a decode worker is gone ----
-
-
-def heard_of(bench: Bench, *reqs: Req) -> None:
-    """Prefill has heard where these wait."""
-    rooms = {req.bootstrap_room for req in reqs}
-    bench.step_until(lambda: rooms <= bench.prefill.rooms.waiting.keys() | bench.prefill.transfer_infos.keys(), "word")
-
-
-def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch):
-    """However long that takes: decode says again and again that they are there."""
-    rooms = bench.prefill.rooms
-    req = short_of_memory(bench)
-    heard_of(bench, req)
-    (before,) = rooms.waiting[req.bootstrap_room].values()
-    sender = bench.halves[req.rid].sender
-    sender.made_at -= 1e6
-    if kind.startswith("mooncake"):
-        # The engine's own clock.
-        sender.init_time -= 1e6
-    bench.step()
-    assert not bench.halves[req.rid].ended
-    monkeypatch.setattr(decode_handshakes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6))
-    bench.step()
-    bench.step_until(lambda: max(rooms.waiting[req.bootstrap_room].values()) > before, "the second word")
-    make_room(bench)
-    bench.drain()
-    assert bench.finished[req.rid] == 1
-    bench.assert_books_closed()
-
-
-@pytest.mark.parametrize("state", [short_of_memory, asked])
-def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, kind: str, state: Callable):
-    """The router's request never reached decode. Over NIXL the engine waits for as long as the client does.
-
-    Prefill knows of a decode worker that would say so from what waits there, and from what it has asked for.
-    """
-    heard = state(bench)
-    heard_of(bench, heard)
-    assert state is short_of_memory or not bench.prefill.rooms.waiting
-    lost = bench.arrive()
-    half = bench.halves[lost.rid]
-    bench.world.queue._forget([bench.entry(lost)])
-    half.step()
-    assert not half.ended
-    half.sender.made_at = time.monotonic() - bench.prefill.bootstrap_timeout - 1
-    if kind.startswith("mooncake"):
-        half.sender.init_time -= bench.prefill.bootstrap_timeout + 1
-    half.step()
-    assert half.ended and "timed out" in half.sender.failure_reason()
-
-
-def test_beside_decode_workers_without_the_flag_prefill_waits_for_what_they_may_hold(bench: Bench, kind: str):
-    """Such a worker says nothing of what waits there; as long as it asks for something now and then, anything may."""
-    if kind.startswith("mooncake"):
-        pytest.skip("the engine itself has a time-out here")
-    heard_of(bench, asked(bench))
-    lost = bench.arrive()
-    half = bench.halves[lost.rid]
-    bench.world.queue._forget([bench.entry(lost)])
-    half.sender.made_at -= 1e6
-    # One of them asks for another room.
-    info = dataclasses.replace(next(iter(next(iter(bench.prefill.transfer_infos.values())).values())))
-    info.room, info.dummy = 1 << 40, None
-    bench.prefill.inbox.take(Request(info.room, info.agent_name, info.agent_name, info))
-    half.step()
-    assert not half.ended
-    bench.prefill.rooms.silent_peer_at -= bench.prefill.bootstrap_timeout + 1
-    half.step()
-    assert half.ended and "timed out" in half.sender.failure_reason()
-    bench.prefill.forget(info.room)
-
-
-def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench, kind: str):
-    if kind.startswith("mooncake"):
-        pytest.skip("the engine itself has a time-out here")
-    for addr, known in bench.manager.prefills.capabilities.items():
-        bench.manager.prefills.capabilities[addr] = dataclasses.replace(known, queued=False)
-    req = short_of_memory(bench)
-    bench.halves[req.rid].sender.made_at -= 1e6
-    bench.step()
-    assert not bench.halves[req.rid].ended and not bench.prefill.rooms.waiting
 
 
 def test_what_comes_late_opens_no_book_again(bench: Bench):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import dataclasses
 import itertools
 import logging
 import struct
@@ -567,7 +566,7 @@ def test_the_bootstrap_server_says_so(world: World) -> None:
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert [answer.pop(named) for named in ("waiting_timeout", "bootstrap_timeout")] == [300, 300]
     # Of extras there may be more.
-    assert answer.items() >= {"version": 1, "queued": 1, "state": 1, "prompts": 2}.items()
+    assert answer.items() >= {"version": 1, "state": 1, "prompts": 2}.items()
 
 
 # ---- failures ----
@@ -1039,17 +1038,6 @@ def test_what_comes_late_is_not_of_a_request_that_has_not_asked_yet(world: World
     request.send().finish()
     request.assert_landed()
     world.assert_books_closed()
-
-
-def test_ranks_that_write_nothing_hear_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They gave it up after the time-out of a handshake, and with it all ranks."""
-    world = World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True)
-    request = world.request(1, 24, 4).start_prefill().start_decode()
-    known = world.decode[0].manager.prefills.capabilities
-    known[world.addr] = dataclasses.replace(known[world.addr], queued=True)
-    request.receivers[0].announce()
-    until(lambda: all(1 in rank.manager.rooms.waiting for rank in world.prefill), "both have read it")
-    world.close()
 
 
 def test_a_room_that_has_failed_stays_so_when_it_is_asked_for_again(world: World) -> None:

@@ -28,16 +28,6 @@ def scheduler(monkeypatch):
     return made
 
 
-def test_prefills_are_told_what_waits_when_the_step_has_admitted(scheduler, monkeypatch):
-    """Not of who is admitted in its first step."""
-    queue, told = scheduler.disagg_decode_prealloc_queue, []
-    first, second = scheduler.world.arrive(list(range(1, 9))), scheduler.world.arrive(list(range(1, 13)))
-    monkeypatch.setattr(queue.announcements, "announce", lambda waiting: told.append([*waiting]))
-    scheduler.step = lambda: queue.queue.remove(first)
-    scheduler.process_decode_queue()
-    assert told == [[second]]
-
-
 @pytest.mark.parametrize(("dp_size", "dp_rank", "told"), [(1, None, None), (2, 0, 0), (2, 1, 1)])
 def test_a_dp_rank_says_which_it_is(scheduler, monkeypatch, dp_size, dp_rank, told):
     scheduler.server_args, scheduler.dp_rank = SimpleNamespace(dp_size=dp_size), dp_rank

@@ -57,16 +57,13 @@ def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     ascend = importlib.import_module("sglang.srt.disaggregation.ascend.conn").AscendKVBootstrapServer
     assert ascend.decode_prefix_version == 0
-    assert not ascend.hears_of_waiting
     for server in (MooncakeKVBootstrapServer, NixlKVBootstrapServer):
         assert server.decode_prefix_version == DECODE_PREFIX_VERSION
-        assert server.hears_of_waiting
 
 
 def test_a_prefill_that_understands_it():
-    version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION, "queued": True})
+    version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION})
     assert version == DECODE_PREFIX_VERSION and found.takes_prefix
-    assert found.queued
 
 
 def test_what_an_extra_listens_for_is_noted(monkeypatch):
@@ -90,7 +87,7 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
 def answer_of(cp_size: int | None) -> dict[str, int | str]:
     """What a prefill of this process says of itself."""
     timeouts = RegisteredRanks().timeouts()
-    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, True, timeouts))
+    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, timeouts))
 
 
 def test_one_that_is_starting_has_not_answered():

@@ -97,14 +97,12 @@ def test_no_message_to_a_prefill_that_reads_nothing_is_waited_for(world: Any, de
     """ZeroMQ waited when its queue was full, for good, and so did who wanted the socket's lock."""
     manager = world.decode[0].manager
     first, second = (world.request(room, 24, 8).start_prefill().start_decode().receivers[0] for room in (1, 2))
-    manager.prefills.capabilities[first.bootstrap_addr] = Capabilities(version=1, queued=True)
+    manager.prefills.capabilities[first.bootstrap_addr] = Capabilities(version=1)
     for receiver in (first, second):
         receiver.fenced = True
         receiver.bootstrap_infos = [{**info, "rank_port": deaf} for info in receiver.bootstrap_infos]
     with pytest.raises(NotTaken, match=f"tcp://127.0.0.1:{deaf} takes no messages"):
         in_time(lambda: fill(first))
-    # Its word is said again by the queue.
-    in_time(first.announce)
     with pytest.raises(NotTaken):
         in_time(lambda: first.send_metadata(np.arange(4, dtype=np.int32), 0, None, decode_prefix_len=8))
     first.fail("not taken")

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.common.peer_liveness import gone, nothing_listens
 from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
 from sglang.srt.disaggregation.common.prefill_peers import FORGOTTEN_S, MOST_ASKED
 from sglang.srt.disaggregation.common.rooms import Rooms
+from sglang.srt.disaggregation.common.waiting_rooms import WaitingRooms
 from test_lost_on_prefill import OTHER, ROOM, assert_ends, loop
 from test_rooms import sender
 from test_silent_peers import Gate, begin, world
@@ -119,8 +120,8 @@ def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None
     peers.reached.add(rank)
     books: Any = SimpleNamespace(rooms=Rooms(), transfer_infos={})
     gone_ones: list[int] = []
-    unclaimed = peer_watch.Unclaimed(books)
-    watch = peer_watch.DecodeWatch(peers, books.rooms, lambda room: (), unclaimed, lambda: gone_ones.append(1))
+    unclaimed, waiting = peer_watch.Unclaimed(books), WaitingRooms(books.rooms)
+    watch = peer_watch.DecodeWatch(peers, books.rooms, waiting, lambda room: (), unclaimed, lambda: gone_ones.append(1))
 
     def lose() -> None:
         peers.connected.discard(rank)
@@ -138,7 +139,7 @@ def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None
     def come(rooms: Iterable[int]) -> list[bool]:
         failed = []
         for room in rooms:
-            books.rooms.note_waiting(room, *rank)
+            waiting.note(room, *rank)
             sender: Any = Sender()
             sender.bootstrap_room = room
             books.rooms.begin(room, sender)
@@ -188,7 +189,7 @@ def test_a_look_at_many_rooms_leaves_the_lock_to_the_scheduler() -> None:
         books.rooms.live[room] = SimpleNamespace(has_failed=lambda: False)
         books.transfer_infos[count + room] = {}
     books.rooms.lock = Counted()
-    watch = peer_watch.DecodeWatch(SimpleNamespace(), books.rooms, asked, peer_watch.Unclaimed(books))  # type: ignore[arg-type]
+    watch = peer_watch.DecodeWatch(SimpleNamespace(), books.rooms, {}, asked, peer_watch.Unclaimed(books))  # type: ignore[arg-type]
     found = watch._rooms_by_rank()
     assert sorted(room for rooms in found.values() for room in rooms) == [*range(2 * count)] and len(found) == 3
     assert most == peer_watch.AT_ONCE
@@ -201,7 +202,7 @@ def test_of_a_lost_decode_those_fail_that_are_here() -> None:
     rooms.refuse(2, "no such agent")
     rooms.end(4)
     books: Any = SimpleNamespace(rooms=rooms, transfer_infos={})
-    watch = peer_watch.DecodeWatch(SimpleNamespace(), rooms, lambda room: (), peer_watch.Unclaimed(books))  # type: ignore[arg-type]
+    watch = peer_watch.DecodeWatch(SimpleNamespace(), rooms, {}, lambda room: (), peer_watch.Unclaimed(books))  # type: ignore[arg-type]
     watch._lose([1, 2, 3, 4], "decode is gone")
     # The second has its reason already, the third never came, and the fourth has ended.
     assert rooms.refused == {1: "decode is gone", 2: "no such agent"}

@@ -241,7 +241,7 @@ def test_a_worker_fails_what_it_has_of_a_peer_that_is_killed(monkeypatch: pytest
 
     def say(room: int) -> None:
         world.push([b"NixlMsgGuard", b"%d" % room, b"127.0.0.1", b"%d" % peer.port, b"agent", b"queued"])
-        until(lambda: room in manager.rooms.waiting, "the word")
+        until(lambda: room in manager.waiting, "the word")
 
     with watching(manager.peer_sockets, check):
         say(7)

@@ -96,8 +96,11 @@ class CommonKVManager(engine.CommonKVManager):
     def met_decode(self, host: str, port: int) -> None:
         """The decode rank with the flag that listens there has sent a message. In the thread that reads these."""
 
-    def heard_until(self) -> float:
-        """What decode had said to this prefill before then, by the monotonic clock, has been read. In that thread."""
+    def heard_until(self, info: Any) -> float:
+        """What decode had said to this prefill before then, by the monotonic clock, has been read. In that thread.
+
+        info: what it asks for.
+        """
         return time.monotonic()
 
     def are_gone(self, ranks: Sequence[tuple[str, int]]) -> bool:
@@ -316,9 +319,8 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     """Bootstrap server that says whether its prefill understands a decode prefix."""
 
-    # 0: the backend does not. The rest as in `capabilities`.
+    # 0: the backend does not.
     decode_prefix_version = 0
-    hears_of_waiting = False
     # Whether a prefill of several pipeline stages understands one, too.
     takes_stages = False
 
@@ -328,9 +330,8 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         But for one that is laid over another of its name.
         """
         super().__init_subclass__(**options)
-        for name in ("decode_prefix_version", "hears_of_waiting"):
-            if name not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
-                setattr(cls, name, getattr(CommonKVBootstrapServer, name))
+        if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
+            cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version
 
     def _setup_routes(self) -> None:
         """Adds the routes of the decode prefix and of refused requests to the engine's."""
@@ -365,7 +366,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         takes = self.ranks.take_prefix and (self.pp_size == 1 or self.takes_stages)
         version = self.decode_prefix_version if takes else 0
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(version, cp_size, self.hears_of_waiting, self._said_by_ranks())
+        return await capabilities(version, cp_size, self._said_by_ranks())
 
     def _said_by_ranks(self) -> dict[str, Any]:
         """What is said in the name of all ranks."""

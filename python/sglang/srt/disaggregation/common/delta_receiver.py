@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
 from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
+from sglang.srt.disaggregation.common.wire import CANCEL
 from sglang.srt.disaggregation.decode_radix import hooks
 
 logger = logging.getLogger(__name__)
@@ -115,17 +115,6 @@ def _quarantine_s(receiver: DeltaReceiver) -> float:
     # Asked by another rank only, it goes by what is told now.
     told_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
     return max(manager.waiting_timeout, told_s)
-
-
-def _not_taken(peers: Iterable[dict], send: Callable[[dict], None]) -> list[dict]:
-    """Send to all of ``peers``; returns those that took nothing, which are at nobody else's expense."""
-    untold = []
-    for peer in peers:
-        try:
-            send(peer)
-        except NotTaken:
-            untold.append(peer)
-    return untold
 
 
 # The engine's class comes behind.
@@ -252,16 +241,6 @@ class DeltaReceiver(Base):
             self._send_to(peer, [*frames(peer["is_dummy"]), *chain(*mine), *self.prompt])
             self.state.asked, self.state.writes_s = True, self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
         return frozenset(part.tag for part, _ in written if part.answer is not None)
-
-    def announce(self, peers: Iterable[dict] | None = None) -> list[dict]:
-        """Tell prefill, where it listens, that this request waits here: it then knows whose end is also that of it.
-
-        peers: prefill ranks, all if not given. Returns those that did not take it.
-        """
-        listens = self.kv_mgr.prefills.of(self.bootstrap_addr).queued
-        # Those that write nothing for it wait for it too.
-        ranks = (self.bootstrap_infos or []) if peers is None else peers
-        return _not_taken(ranks, lambda peer: self._send_to(peer, self._notice(QUEUED))) if listens else []
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]

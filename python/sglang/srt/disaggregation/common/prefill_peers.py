@@ -34,15 +34,13 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """What a prefill says that it can do.
 
-    version: of the decode prefix that it understands, 0 for none. queued: it wants to hear what waits on decode.
-    prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a
-    request that it has been asked for, and for which it leaves one of which decode does not speak; 0 where it does not
-    say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or where it does not
-    say. others: see `listen_for`.
+    version: of the decode prefix that it understands, 0 for none. prompts: it compares digests of prompts.
+    waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked for, and for
+    which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all of its
+    context-parallel ranks send; None without such ranks, or where it does not say. others: see `listen_for`.
     """
 
     version: int = 0
-    queued: bool = False
     prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
@@ -87,7 +85,7 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
-    return Capabilities(version, can("queued"), prompts, *waits, all_cp_ranks, others)
+    return Capabilities(version, prompts, *waits, all_cp_ranks, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:

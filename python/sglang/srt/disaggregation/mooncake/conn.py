@@ -62,7 +62,6 @@ def _backend(queued: QueuedChunks) -> Backend[Peer]:
         rank_word="session",
         can_tell=lambda peer, names_prefix: names_prefix,
         dummies_answer=False,
-        notes_silent_peers=False,
         # Nothing is told to one that has been told of a success.
         late_cancel=lambda failure: failure or GIVEN_UP,
         early_cancel=lambda refusal: (refusal, GIVEN_UP),
@@ -357,14 +356,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Reads decode's prefix, and reports a failure only once nothing is being sent: the pages are freed after that.
-
-        The engine's time-out counts from when decode last said that the request waits there.
-        """
-        rooms = self.kv_mgr.rooms
-        if self.bootstrap_room in rooms.waiting and self.conclude_state is None and self.init_time is not None:
-            unheard = rooms.silent_s(self.bootstrap_room, self.made_at)
-            self.init_time = max(self.init_time, time.time() - unheard)
+        """Reads decode's prefix; reports a failure only once nothing is being sent: the pages are freed after that."""
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self.fail_if_refused()
@@ -484,4 +476,3 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    hears_of_waiting = True

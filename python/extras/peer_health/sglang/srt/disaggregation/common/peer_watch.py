@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint, host_and_port, is_address, nothing_listens
@@ -139,15 +139,16 @@ class DecodeWatch:
         self,
         peers: PeerSockets,
         rooms: Rooms,
+        waiting: Mapping[int, Iterable[Endpoint]],
         asked: Callable[[int], Iterable[Endpoint]],
         unclaimed: Unclaimed,
         on_lost: Callable[[], None] = lambda: None,
     ):
-        """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock.
-
-        on_lost: called for each that is lost.
+        """waiting: decode ranks in which rooms wait, by room. asked: those with the flag that have asked for the KV of
+        a room; called with the rooms' lock. on_lost: called for each that is lost.
         """
-        self._peers, self._rooms, self._asked, self._on_lost = peers, rooms, asked, on_lost
+        self._peers, self._rooms, self._waiting = peers, rooms, waiting
+        self._asked, self._on_lost = asked, on_lost
         self._unclaimed = unclaimed
         # Decode ranks that have been found to be lost, and have not come back.
         self._told: set[Endpoint] = set()
@@ -198,7 +199,7 @@ class DecodeWatch:
                     sender = books.live.get(room)
                     # One that has failed stays here while something is still being written for it.
                     if sender is not None and room not in books.refused and not sender.has_failed():
-                        for rank in {*self._asked(room), *books.waiting.get(room, ())}:
+                        for rank in {*self._asked(room), *self._waiting.get(room, ())}:
                             found.setdefault(rank, []).append(room)
         for first in range(0, len(unclaimed), AT_ONCE):
             with books.lock:
