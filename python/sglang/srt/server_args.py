@@ -11,10 +11,8 @@ import logging
 import os
 
 from sglang.srt import server_args as engine
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG
-from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -27,10 +25,6 @@ __all__ = ["ServerArgs"]
 DEFAULT_MAX_OVERTAKEN = 32
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
-# Seconds for which a worker of a pair keeps an idle HTTP connection. Whoever gives one up first should be the router: a
-# request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
-# (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
-KEEP_ALIVE_S = 4000
 # Without what heeds it a worker would run open to everybody who reaches its ports.
 SECRET = "SGLANG_DISAGGREGATION_SECRET_FILE"
 
@@ -98,15 +92,6 @@ class ServerArgs(engine.ServerArgs):
             "earlier; then it goes first. 0: none.",
         )
 
-    def _handle_environment_variables(self) -> None:
-        """A worker of a pair outlasts its router's idle connections, where the variable is not set.
-
-        Upstream: sgl-project/sglang#20851; the engine's default is 5 s.
-        """
-        super()._handle_environment_variables()
-        if self.disaggregation_mode != "null" and not envs.SGLANG_TIMEOUT_KEEP_ALIVE.is_set():
-            envs.SGLANG_TIMEOUT_KEEP_ALIVE.set(KEEP_ALIVE_S)
-
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
         if not self.disaggregation_decode_enable_radix_cache:
@@ -150,7 +135,6 @@ class ServerArgs(engine.ServerArgs):
         ):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
-        watermark_part()
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
 

@@ -19,7 +19,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -29,6 +28,12 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+try:
+    from sglang.srt.managers.kv_pool_state import Pools
+except ImportError:
+    # The extra pool_state is not loaded, and trees have no audit.
+    Pools = None
 
 
 def kv_of(token_ids: list[int], weights: int) -> int:
@@ -451,7 +456,7 @@ class World(DecodeWorker):
             self.check_window(req, tokens)
         for tokens, slots in self._tree_paths(self.tree):
             self._check_kv(slots, tokens, self.weights)
-        if not holders and self.idle() and not self.tree.tier.busy:
+        if Pools is not None and not holders and self.idle() and not self.tree.tier.busy:
             # As the worker itself looks at it.
             assert Pools(self.tree, self.allocator, self.pool, self.size).audit() == []
         if self.tier is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from decode_world import World
 from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike, of_first
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike
 from test_traps import serve_to_end, tokens
 
 SHARED = [7, 2**40, 0, 3, 1, 0, 9, 4]
@@ -136,11 +136,6 @@ def test_figures_are_alike_or_not(ranks):
     assert ranks.run(are_alike, ([1, 2, 3],), ([1, 2, 3],)) == [True, True]
     assert ranks.run(are_alike, ([1, 2, 3],), ([1, 2, 4],)) == [False, False]
     assert ranks.run(are_alike, ([9, -2],), ([8, -2],)) == [False, False]
-
-
-def test_a_figure_of_the_first_rank_counts_on_all(ranks):
-    for first, second in ((32, 128), (128, 32), (0, 7), (5, 5)):
-        assert ranks.run(of_first, (first,), (second,)) == [first, first]
 
 
 def test_one_rank_alone_reduces_nothing(monkeypatch):

@@ -156,7 +156,7 @@ def test_what_lies_behind_windows_is_freed_before_anybody_waits():
     free = world.tree.windows.available_size()
     other = world.arrive(tokens(2, 30), max_new=2)
     # What is free is not enough.
-    taken = world.tree.windows.pool.alloc_long_runs(free - 8)
+    taken = world.tree.windows.pool.alloc(free - 8)
     world.handshake(other)
     world.step()
     assert other.kv_receiver.asked and world.tree.windows.behind(req) == 0
@@ -405,8 +405,6 @@ def test_the_tree_takes_the_place_of_the_engine_s(monkeypatch, radix):
     scheduler.init_cache_with_memory_pool()
     tree = scheduler.tree_cache
     assert type(tree) is type(world.tree) and tree.supports_swa() and tree.sliding_window_size == WINDOW
-    # A part of the full pool: windows are not kept.
-    assert tree.watermark == 256 // 16
 
 
 def world_params(world: World):

@@ -737,7 +737,7 @@ PARTS = {
 # What gives a request its memory, which the plans of others count on.
 MEMORY = {
     "the tree's lock": lambda w: (w.tree, "lock_prefix"),
-    "pages": lambda w: (w.allocator, "alloc_long_runs"),
+    "pages": lambda w: (w.tree, "alloc_delta"),
     "a row": lambda w: (w.pool, "alloc"),
     "the table": lambda w: (w.pool, "write"),
 }

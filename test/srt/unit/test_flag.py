@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from decode_world import DecodeWorker
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support, kv_cache_builder
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -45,19 +44,6 @@ def test_a_worker_does_not_start_with_a_secret_that_nothing_heeds(parse, monkeyp
     monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET_FILE", "/etc/secret")
     with pytest.raises(ValueError, match="SGLANG_DISAGGREGATION_SECRET_FILE is set, and messages would not be signed"):
         args.check_server_args()
-
-
-@pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])
-def test_workers_of_a_pair_outlast_a_routers_idle_connections(parse, monkeypatch, given, options, kept):
-    """An hour, without a variable; an ordinary worker keeps them as the engine does, and what is set is kept."""
-    name = "SGLANG_TIMEOUT_KEEP_ALIVE"
-    # Whatever is made of it is taken back at the end.
-    monkeypatch.setenv(name, "")
-    monkeypatch.delenv(name)
-    if given is not None:
-        monkeypatch.setenv(name, given)
-    parse(*options)
-    assert str(envs.SGLANG_TIMEOUT_KEEP_ALIVE.get()) == kept
 
 
 @pytest.mark.parametrize(

@@ -5,49 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from decode_world import World
-from engine_classes import engine_class
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_budget import live_reqs
 from sglang.srt.disaggregation.decode_rows import KeptRows
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
-from test_traps import serve, serve_to_end, to_prebuilt, tokens
-
-# The engine's, which makes the messages.
-MESSAGES = engine_class(SchedulerOutputProcessorMixin)
-
-
-def test_what_decode_held_is_put_together_once(monkeypatch):
-    world, prompt, asked = World(), tokens(1, 23), []
-    serve_to_end(world, prompt[:16])
-    req, _ = to_prebuilt(world, prompt, prefill_hit=0)
-    scheduler = object.__new__(Scheduler)
-    scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size, scheduler.tree_cache = world.allocator, 1, world.tree
-    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
-        kv_manager=SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[100]))
-    )
-    monkeypatch.setattr(MESSAGES, "_get_cached_tokens_details", lambda self, req: asked.append(req.rid))
-    first = scheduler._get_cached_tokens_details(req)
-    assert first["decode_prefix"] == 16
-    assert all(scheduler._get_cached_tokens_details(req) is first for _ in range(5)) and len(asked) == 1
-    # What a resume finds is another matter.
-    req.reset_for_retract()
-    assert scheduler._get_cached_tokens_details(req) is not first and len(asked) == 2
-
-
-def test_a_request_that_ends_before_its_first_token_leaves_nothing_behind(monkeypatch):
-    """What decode held of it may still change, while it has no token."""
-    world, prompt = World(), tokens(1, 23)
-    req = serve(world, prompt).req
-    scheduler = object.__new__(Scheduler)
-    scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size, scheduler.tree_cache = world.allocator, 1, world.tree
-    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
-        kv_manager=SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[100]))
-    )
-    req.output_ids = []
-    scheduler._get_cached_tokens_details(req)
-    assert req.cached_tokens_details is None
+from test_traps import serve, tokens
 
 
 def test_a_blocked_queue_does_not_add_up_who_runs_in_every_step():

@@ -41,7 +41,6 @@ from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
-from sglang.srt.mem_cache.known_prefixes import note_known
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -210,7 +209,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
         self.ranks = Ranks(self.gloo_group)
-        tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
         if not self.ranks.are_alike([sum(one.width for one in figures)]):
@@ -314,8 +312,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         failed = self._drop_aborted()
         # 6. Admit. As in the engine, a retracted request that waits for memory goes before everything else.
         admitted = [] if self.retracted_queue else self._admit(agreed, fence)
-        # 7. Keep some memory free.
-        self._tend_tree()
         return admitted, failed
 
     def _agree(self) -> Agreed | None:
@@ -354,11 +350,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # Several ranks find out first whether it has failed on one of them.
         alone = self.ranks.size == 1
         return [dr for dr in admitted if not (alone and dr.entry.source is not None and dr.entry.source.agree(dr))]
-
-    def _tend_tree(self) -> None:
-        if self.admission.blocked is None and not self.retracted_queue:
-            # While a request waits for memory, what is cached may be what it waits for.
-            self.radix.evict_to_watermark()
 
     def _forget(self, decode_reqs: Sequence[DecodeRequest]) -> None:
         if not decode_reqs:
@@ -463,7 +454,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 self.policy.committed(decode_req.entry)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
-                note_known(decode_req.req.last_node)
                 decode_req.advance(Phase.COMMITTED)
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)

@@ -11,7 +11,6 @@ Upstream: none is known that agrees on prefixes and admission in one reduction.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,9 +19,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import utils as engine
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike", "of_first"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
 
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not.
@@ -123,13 +120,6 @@ def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
     return bool((low == -negated).all())
 
 
-def of_first(group: dist.ProcessGroup, figure: int) -> int:
-    """The first rank's ``figure``, of 0 or more. All hear the same."""
-    told = torch.tensor([-figure if dist.get_rank(group) == 0 else 0], dtype=torch.int64)
-    dist.all_reduce(told, op=dist.ReduceOp.MIN, group=group)
-    return -int(told)
-
-
 def is_alone(group: dist.ProcessGroup) -> bool:
     """Whether there is one rank in ``group``."""
     return dist.get_world_size(group) == 1
@@ -195,22 +185,6 @@ class Ranks:
     def are_alike(self, figures: Sequence[int]) -> bool:
         """Whether these figures are the same on all ranks."""
         return self.size == 1 or are_alike(self.group, figures)
-
-    def of_first(self, variable: str, figure: int) -> int:
-        """The first rank's figure of 0 or more, for what each has from the environment of its node; at the start.
-
-        variable: whose it is. A rank that has another figure logs that.
-        """
-        counts = figure if self.size == 1 else of_first(self.group, figure)
-        if counts != figure:
-            logger.warning(
-                "%s is not the same on all nodes of this worker: it makes %d on this TP rank, and %d on the first, "
-                "which counts.",
-                variable,
-                figure,
-                counts,
-            )
-        return counts
 
     def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
         """A digest of the rooms of ``window``, which is compared by identity; ``rooms`` is asked if it has changed."""

@@ -27,8 +27,7 @@ from sglang.srt.disaggregation.peer_calls import tell
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.decode_radix_cache import is_plain
-from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
+from sglang.srt.mem_cache.known_prefixes import is_plain, note_known, unknown_to_prefill
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest

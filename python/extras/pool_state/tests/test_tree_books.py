@@ -1,4 +1,4 @@
-"""What the decode tree tells of itself: its events, its audit, the order of a policy that looks back."""
+"""What the audit of a decode tree and its pools finds."""
 
 from __future__ import annotations
 
@@ -10,29 +10,10 @@ from decode_world import World
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
 from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.mem_cache import tree_audit
-from sglang.srt.mem_cache.evict_policy import MRUStrategy
 from sglang.srt.mem_cache.tier import Tier
 from test_traps import serve, serve_to_end, tokens
 
 PAGE = 4
-
-
-def world_with(**attributes) -> World:
-    world = World(size=128, page_size=PAGE)
-    for name, value in attributes.items():
-        setattr(world.tree, name, value)
-    world.tree.reset()
-    return world
-
-
-def test_the_last_used_goes_first_by_the_policy_that_says_so():
-    world = world_with(eviction_policy="mru", eviction_strategy=MRUStrategy())
-    old, new = tokens(1, 32), tokens(2, 32)
-    serve_to_end(world, old)
-    serve_to_end(world, new)
-    serve_to_end(world, old)
-    assert world.tree.evict_shortfall(PAGE) == PAGE
-    assert (world.tree.peek(old, None).length, world.tree.peek(new, None).length) == (28, 32)
 
 
 def test_the_audit_finds_each_contradiction():
@@ -56,9 +37,6 @@ def test_the_audit_finds_each_contradiction():
     tree.protected_size_ -= PAGE
     only([held], "counted 16 evictable and 32 protected tokens, the tree says 16 and 28")
     tree.protected_size_ += PAGE
-    tree.victims.drop(free)
-    only([held], "1 evictable leaves are not listed for eviction")
-    tree.victims.add(free)
     tree.evictable_leaves.discard(free)
     only([held], "1 evictable leaves, the tree lists 0")
     tree.evictable_leaves.add(free)
@@ -195,6 +173,3 @@ def test_rows_and_buffers_are_free_once():
         f"{count - 1} different rows are free, {count} in all, and there are {count}",
         "3 different metadata buffers are free, 4 in all, and there are 4",
     ]
-
-
-# ---- what waits ----

@@ -9,8 +9,9 @@ from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
-from test_followers import fill, queue
+from test_followers import queue
 from test_traps import tokens
+from test_wanted_leaves import fill
 
 
 class Leaf(SimpleNamespace):
@@ -119,3 +120,12 @@ def test_leaves_that_are_spared_again_and_again_leave_no_trail():
             world.queue.policy.leave(decode_req.entry)
     assert world.tree.evictable_size() == 8 * 16
     assert len(world.tree.victims._spared_heap) < 100 and len(world.tree.victims._heap) < 100
+
+
+def test_the_audit_finds_a_leaf_that_is_not_listed():
+    world = World(size=128, page_size=4)
+    fill(world, tokens(1, 16))
+    (leaf,) = world.tree.evictable_leaves
+    assert world.tree.audit([]) == []
+    world.tree.victims.drop(leaf)
+    assert world.tree.audit([]) == ["1 evictable leaves are not listed for eviction"]

@@ -74,11 +74,6 @@ class _Runs:
             return pages
         return torch.add(self._offsets, pages[:, None], alpha=self.page_size).reshape(-1)
 
-    def reserve(self, slots: torch.Tensor) -> None:
-        """Take the pages of ``slots`` (int64, of each page at least one) out of the free list of a cleared pool."""
-        held = slots if self.page_size == 1 else slots // self.page_size
-        self.free_pages = self.free_pages[~torch.isin(self.free_pages, held)]
-
     @cached_property
     def _offsets(self) -> torch.Tensor:
         """Slots of a page, from its first."""

@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.tier import NO_TIER
+from test_step_in_flight import flush_after_the_last_answer
 
 
 class Rank(Scheduler):
@@ -132,3 +133,9 @@ def test_tp_ranks_flush_or_give_up_together(pair, ahead, idle_from, said, with_t
 def test_tp_ranks_that_do_not_wait_flush_together_or_not_at_all(pair, idle_from, flushed, timeout_s):
     """What prefill may read of the pages of one rank keeps that one alone from being idle."""
     assert assert_same(pair.run(flush_by_clocks, [0, 0], idle_from, False, timeout_s)) == [(1, flushed)]
+
+
+def test_of_two_ranks_one_flushes_with_a_step_in_flight(monkeypatch):
+    """The other one is idle."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
+    flush_after_the_last_answer(2)

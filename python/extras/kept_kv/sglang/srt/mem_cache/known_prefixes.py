@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.decode_radix_cache import PrefixPeek
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 
-__all__ = ["is_known", "note_known", "note_split", "unknown_to_prefill"]
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+__all__ = ["KnowingRadixCache", "is_known", "is_plain", "note_known", "unknown_to_prefill"]
 
 _NAME = "known_to_prefill"
 
@@ -31,12 +34,6 @@ def note_known(node: TreeNode | None) -> None:
         node = node.parent
 
 
-def note_split(upper: TreeNode, lower: TreeNode) -> None:
-    """``upper`` has been split off from ``lower``."""
-    if is_known(lower):
-        setattr(upper, _NAME, True)
-
-
 def unknown_to_prefill(found: PrefixPeek) -> int:
     """Tokens at the end of what the tree holds of a prompt that no prefill has. Cost: the nodes that hold them."""
     tokens, span = 0, found.in_last
@@ -46,3 +43,21 @@ def unknown_to_prefill(found: PrefixPeek) -> int:
         tokens += span
         span = len(found.path[i - 1].key.token_ids) if i else 0
     return tokens
+
+
+def is_plain(req: Req) -> bool:
+    """Whether nothing in a request needs a whole prefill: what it says of the prompt itself, or what is no token."""
+    in_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    extra = in_prompt or req.return_hidden_states or req.return_routed_experts or req.is_prefill_only
+    other = req.input_embeds is not None or req.multimodal_inputs is not None or req.session is not None
+    return not (extra or other or req.token_type_ids is not None or is_warmup(req))
+
+
+class KnowingRadixCache(DecodeRadixCache):
+    """Layer of each decode tree: what is known of a node is known of both parts of it."""
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        if is_known(child):
+            setattr(upper, _NAME, True)
+        return upper

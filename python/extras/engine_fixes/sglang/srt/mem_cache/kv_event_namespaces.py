@@ -13,12 +13,13 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.hicache_storage import get_hash_str, hash_str_to_int64
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
 
-__all__ = ["namespace_hash", "record_store"]
+__all__ = ["NamespacedRadixCache", "namespace_hash", "record_store"]
 
 
 def namespace_hash(extra_key: str) -> str:
@@ -47,3 +48,10 @@ def record_store(tree: RadixCache, node: TreeNode, record: Callable[[TreeNode], 
     first = len(tree.kv_event_queue)
     record(node)
     tree.kv_event_queue[first].parent_block_hash = hash_str_to_int64(namespace)
+
+
+class NamespacedRadixCache(DecodeRadixCache):
+    """Layer of each decode tree, whose events tell prompts with an ``extra_key`` apart."""
+
+    def _record_store_event(self, node: TreeNode) -> None:
+        record_store(self, node, super()._record_store_event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +9,7 @@ from decode_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pair
-from sglang.srt.disaggregation import decode_agreement
-from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
-from sglang.srt.disaggregation.decode_prefix import count_runs
+from sglang.srt.mem_cache import free_watermark
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, by_run_length
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.free_watermark import WATERMARK, watermark_part
@@ -127,7 +124,7 @@ def started_with(rank: int, parts: tuple[str, str]) -> tuple[int, list[str]]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(WATERMARK, parts[rank])
-        patch.setattr(decode_agreement.logger, "warning", lambda text, *args: told.append(text % args))
+        patch.setattr(free_watermark.logger, "warning", lambda text, *args: told.append(text % args))
         world = World(size=512, page_size=4, watermark=None, group=dist.group.WORLD)
     return world.tree.watermark, told
 
@@ -145,23 +142,3 @@ def test_a_watermark_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) 
     monkeypatch.setenv(WATERMARK, text)
     with pytest.raises(ValueError, match=f"{WATERMARK} is .*0.5"):
         watermark_part()
-
-
-@pytest.mark.parametrize(
-    ("sources", "targets", "expected"),
-    [
-        ([], [], 0),
-        ([3], [9], 1),
-        ([3, 4, 5], [7, 8, 9], 1),
-        ([3, 4, 6], [7, 8, 9], 2),
-        ([3, 4, 5], [7, 9, 10], 2),
-        ([3, 5, 6, 7], [1, 2, 4, 5], 3),
-        ([5, 4, 3], [1, 2, 3], 3),
-        ([1, 2, 3], [4, 5], 1),
-    ],
-)
-def test_runs_are_counted_as_the_engine_groups_them(sources: list[int], targets: list[int], expected: int) -> None:
-    source, target = np.array(sources, np.int32), np.array(targets, np.int32)
-    assert count_runs(source, target) == expected
-    length = min(len(source), len(target))
-    assert len(group_concurrent_contiguous(source[:length], target[:length])[0]) == expected
