@@ -923,23 +923,6 @@ def test_nothing_queued_is_written_for_what_decode_must_have_given_up(world: Wor
     world.assert_books_closed()
 
 
-def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch) -> None:
-    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
-    prefill = push(world.prefill[0])
-    for frames in (
-        [b"WATERMARK"],
-        [b"WATERMARK", b"1", b"x", b"session"],
-        [b"WATERMARK", b"1", b"2", b"\xff"],
-        [b"STAGING_RSP", b"1", b"0", b"0", b"0", b"session"],
-        [b"STAGING_RSP", b"1", b"0", b"", b"0", b"0", b"session"],
-    ):
-        prefill.send_multipart(frames)
-    request = world.request(1, 24, 4).bootstrap().send()
-    request.finish()
-    request.assert_landed()
-    world.close()
-
-
 def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     request = world.request(1, 10, 4).bootstrap()
     decode = push(world.decode[0])
@@ -960,8 +943,7 @@ def test_decode_survives_messages_that_mean_nothing_to_it(world: World, caplog: 
             [b"CHUNK_READY", b"1"],
         ):
             decode.send_multipart(frames)
-        until(lambda: caplog.text.count("Ignored a message") >= 6, "the messages are read", lambda: caplog.text)
-    assert caplog.text.count("uses staging buffers") == 1
+        until(lambda: caplog.text.count("Ignored a message") >= 5, "the messages are read", lambda: caplog.text)
     request.send().finish()
     request.assert_landed()
     world.assert_books_closed()

@@ -529,3 +529,37 @@ def test_a_backend_without_pieces_says_so(monkeypatch) -> None:
             Ranks(port, 1).register(0)
             answer = requests.get(f"http://127.0.0.1:{port}/decode_prefix", timeout=30).json()
             assert answer["pieces"] == said
+
+
+def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+    prefill = push(world.prefill[0])
+    for frames in (
+        [b"WATERMARK"],
+        [b"WATERMARK", b"1", b"x", b"session"],
+        [b"WATERMARK", b"1", b"2", b"\xff"],
+        [b"STAGING_RSP", b"1", b"0", b"0", b"0", b"session"],
+        [b"STAGING_RSP", b"1", b"0", b"", b"0", b"0", b"session"],
+    ):
+        prefill.send_multipart(frames)
+    request = world.request(1, 24, 4).bootstrap().send()
+    request.finish()
+    request.assert_landed()
+    world.close()
+
+
+def test_decode_says_once_that_it_uses_no_staging_buffer(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A prefill with staging buffers asks for each chunk, and then sends without."""
+    world = World(monkeypatch)
+    request, decode = world.request(1, 10, 4).bootstrap(), push(world.decode[0])
+    for frames in (
+        [b"STAGING_REQ", b"1", b"0", b"2", b"127.0.0.1:1"],
+        [b"STAGING_REQ", b"1", b"1", b"2", b"127.0.0.1:1"],
+        [b"CHUNK_READY", b"1"],
+    ):
+        decode.send_multipart(frames)
+    until(lambda: "which this worker does not use" in caplog.text, "the messages are read", lambda: caplog.text)
+    assert caplog.text.count("uses staging buffers") == 1
+    request.send().finish()
+    request.assert_landed()
+    world.close()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, Prefi
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake import wire
+from sglang.srt.disaggregation.mooncake import decode_inbox, wire
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
-from sglang.srt.disaggregation.mooncake.decode_inbox import DecodeInbox
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
 from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
@@ -89,7 +89,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
-        self.engine_staging = wire.EngineStaging()
         super().__init__(*args, **kwargs)
 
     def start_prefill_thread(self) -> None:
@@ -104,7 +103,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
         """Take messages about one room; whether the engine may take this one (its own staging, a registration)."""
-        if frames[0] in wire.ENGINE_STAGING:
+        if frames[0] in wire.STAGING_TO_PREFILL:
             return self.takes_engine_staging(frames)
         message = READER.read(frames)
         if isinstance(message, Registration):
@@ -116,8 +115,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return False
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
-        """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
-        return self.engine_staging.takes(frames, self.enable_staging and not self.has_radix)
+        """Whether the engine may take one of its own messages about staging buffers."""
+        return self.leaves_ends_to_the_engine
 
     @property
     def stages_deltas(self) -> bool:
@@ -299,13 +298,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
-        inbox = DecodeInbox(self.rooms, self.awaited_rooms, self)
-        self.server_socket = wire.CheckedSocket(self.server_socket, inbox.check)
+        self.server_socket = wire.CheckedSocket(self.server_socket, partial(decode_inbox.take, self))
         super().start_decode_thread()
 
     @property
     def leaves_ends_to_the_engine(self) -> bool:
-        """Whether the engine must learn of the end of transfers: without the flag, it empties its staging buffer."""
+        """Whether the engine uses a staging buffer, and must learn of the end of transfers: without the flag."""
         return self.enable_staging and not self.has_radix
 
     def on_end(self, room: int, end: wire.End) -> None:

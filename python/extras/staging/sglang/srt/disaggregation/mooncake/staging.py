@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.mooncake.staging_wire import (
     GRANT,
     STAGE,
     STAGED,
+    EngineStaging,
     Grant,
     Wanted,
     Written,
@@ -289,7 +290,12 @@ class TakesPieces(Base):
         # With the flag: the staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
+        self.engine_staging = EngineStaging()
         super().__init__(*args, **kwargs)
+
+    def takes_engine_staging(self, frames: list[bytes]) -> bool:
+        """One that would end the engine's thread is none. Raises ValueError for it."""
+        return self.engine_staging.takes(frames, super().takes_engine_staging(frames))
 
     def start_decode_thread(self) -> None:
         """Takes messages about pieces."""
