@@ -1,9 +1,10 @@
-"""The published figures, made of the records in ``benchmark/runs``: README's table, docs/benchmarks.md's, all pairs.
+"""The published figures, made of the records in ``benchmark/runs``: README's tables, docs/benchmarks.md's, all pairs,
+and the pictures.
 
     python benchmark/figures.py                       # make them anew
     python benchmark/figures.py --take a=DIR demo=FILE
 
-``--take NAME=DIR`` first takes the record and the charts of a report of ``pd-radix bench`` (its ``--out``), or what
+``--take NAME=DIR`` first takes the record of a report of ``pd-radix bench`` (its ``--out``), or what
 ``pd-radix demo --json`` wrote, as record NAME. ``test/srt/unit/test_published.py`` checks that nothing else is
 published.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sglang_pd_radix.tools.bench import record as records_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmark" / "runs"
+PICTURES = ROOT / "docs" / "report"
 #: The files with figures, the names between whose marks they are, and what makes them.
 FILES = {
     ROOT / "README.md": {"figures": published.readme, "chat": published.readme_chat},
@@ -32,7 +33,7 @@ FILES = {
 
 
 def take(given: str) -> None:
-    """Take the record ``NAME=PATH``, and of a report the charts that the documentation shows. Raises PdRadixError."""
+    """Take the record ``NAME=PATH``. Raises PdRadixError."""
     name, equals, place = given.partition("=")
     path = Path(place)
     if not name or not equals:
@@ -46,10 +47,6 @@ def take(given: str) -> None:
         record = published.demo_record(record, "make demo")
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / f"{name}.json").write_text(records_of.as_text(record), encoding="utf-8")
-    for chart in sorted(path.glob("charts/*.svg")):
-        shown = ROOT / "docs" / "report" / chart.name
-        if name == chart.name.partition("-")[0] and shown.exists():
-            shutil.copyfile(chart, shown)
 
 
 def main() -> int:
@@ -66,6 +63,8 @@ def main() -> int:
             for name, make in parts.items():
                 text = published.replaced(text, name, make(records))
             path.write_text(text, encoding="utf-8")
+        for name, chart in published.charts(records).items():
+            (PICTURES / f"{name}.svg").write_text(chart.picture(), encoding="utf-8")
     except PdRadixError as error:
         print(f"figures: {error}", file=sys.stderr)
         return 1

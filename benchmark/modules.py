@@ -1,11 +1,11 @@
 """Who imports whom among the modules of the patch set, by floors: a module stands above all that it imports. An extra
 counts as one.
 
-    python benchmark/modules.py            # writes docs/report/modules.svg and the list in docs/architecture.md
-    python benchmark/modules.py --check    # only says whether they are what the code says
+    python benchmark/modules.py            # writes the list in docs/architecture.md
+    python benchmark/modules.py --check    # only says whether it is what the code says
 
 Imports for types alone do not count, those inside functions do. A patch file imports the engine's module of its own
-name: that is the engine, and no edge here. `test/srt/unit/test_modules.py` checks both pages, and finds circles.
+name: that is the engine, and no edge here. `test/srt/unit/test_modules.py` checks the page, and finds circles.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from sglang_pd_radix.patching import loader, syntax
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ROOT / "python" / "sglang" / "srt"
-PICTURE = ROOT / "docs" / "report" / "modules.svg"
 PAGE = ROOT / "docs" / "architecture.md"
 MARK, END = "<!-- modules: made by `python benchmark/modules.py` -->", "<!-- end of modules -->"
 
@@ -110,7 +108,7 @@ def floors(graph: Imports) -> list[list[str]]:
     return [sorted(name for name in graph if height[name] == floor) for floor in range(max(height.values()) + 1)]
 
 
-# ------------------------------------------------------------------------------------------------------- the two pages
+# ------------------------------------------------------------------------------------------------------------ the page
 
 
 def as_list(graph: Imports) -> str:
@@ -130,72 +128,6 @@ def as_list(graph: Imports) -> str:
     return "\n".join(lines)
 
 
-#: The columns of the picture: folders, and their colours. What is in none of them is in the last.
-_COLUMNS = {
-    "managers": "#d9ead3",
-    "disaggregation": "#cfe2f3",
-    "disaggregation/common": "#9fc5e8",
-    "disaggregation/nixl": "#b4a7d6",
-    "disaggregation/mooncake": "#d5a6bd",
-    "mem_cache": "#fff2cc",
-    "layers": "#f9cb9c",
-    "extras": "#ead1dc",
-    "": "#eeeeee",
-}
-_WIDTH, _HEIGHT, _GAP, _LEFT, _TOP = 196, 20, 10, 40, 40
-
-
-def as_svg(graph: Imports) -> str:
-    """The floors as a picture, the top one first, a column for each folder; lines from modules to what they import."""
-    place, labels, y = {}, [], _TOP
-    for number, floor in reversed(list(enumerate(floors(graph)))):
-        labels.append((number, y + 15))
-        filled = dict.fromkeys(_COLUMNS, 0)
-        for name in floor:
-            column = _column(name)
-            x = _LEFT + [*_COLUMNS].index(column) * (_WIDTH + _GAP)
-            place[name] = (x, y + filled[column] * (_HEIGHT + 4))
-            filled[column] += 1
-        y += max(filled.values()) * (_HEIGHT + 4) + 3 * _GAP
-    width = _LEFT + len(_COLUMNS) * (_WIDTH + _GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{y}" fill="white"/>',
-    ]
-    for i, folder in enumerate(_COLUMNS):
-        x = _LEFT + i * (_WIDTH + _GAP)
-        parts.append(f'<text x="{x}" y="24" font-size="13" fill="#444">{escape(folder or "other")}</text>')
-    parts += [_line(place[name], place[other]) for name in sorted(graph) for other in sorted(graph[name])]
-    parts += [f'<text x="8" y="{at}" font-size="14" fill="#666">{number}</text>' for number, at in labels]
-    parts += [_box(name, *at, graph[name]) for name, at in place.items()]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _column(name: str) -> str:
-    folder = name.rpartition("/")[0]
-    while folder not in _COLUMNS:
-        folder = folder.rpartition("/")[0]
-    return folder
-
-
-def _line(above: tuple[int, int], below: tuple[int, int]) -> str:
-    start = f"M{above[0] + _WIDTH // 2} {above[1] + _HEIGHT}"
-    return f'<path d="{start} L{below[0] + _WIDTH // 2} {below[1]}" stroke="#888" stroke-width="0.5" opacity="0.6"/>'
-
-
-def _box(name: str, x: int, y: int, imported: frozenset[str]) -> str:
-    column = _column(name)
-    shown = name.removeprefix(f"{column}/")
-    shown = shown if len(shown) <= 32 else "…" + shown[-31:]
-    title = f"{name} imports {', '.join(sorted(imported)) or 'none of these'}"
-    return (
-        f"<g><title>{escape(title)}</title>"
-        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="3" fill="{_COLUMNS[column]}" stroke="#666" '
-        f'stroke-width="0.5"/><text x="{x + 5}" y="{y + 14}">{escape(shown)}</text></g>'
-    )
-
-
 def with_list(page: str, graph: Imports) -> str:
     """The page with its list made anew."""
     before, found, rest = page.partition(MARK)
@@ -206,22 +138,21 @@ def with_list(page: str, graph: Imports) -> str:
 
 
 def main() -> int:
-    """Write or check the pages. Returns the exit code."""
+    """Write or check the page. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     args = parser.parse_args()
-    graph = of_checkout()
+    old = PAGE.read_text(encoding="utf-8")
     try:
-        made = {PICTURE: as_svg(graph), PAGE: with_list(PAGE.read_text(encoding="utf-8"), graph)}
+        made = with_list(old, of_checkout())
     except (Circle, ValueError) as error:
         print(f"modules: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    old = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
-        print("\n".join(f"{path.relative_to(ROOT)} is not what `python benchmark/modules.py` makes" for path in old))
-        return 1 if old else 0
-    for path in old:
-        path.write_text(made[path], encoding="utf-8")
+        if made != old:
+            print(f"{PAGE.relative_to(ROOT)} is not what `python benchmark/modules.py` makes")
+        return int(made != old)
+    PAGE.write_text(made, encoding="utf-8")
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import parted, report
+from sglang_pd_radix.tools.bench.chart import Chart, Line
 from sglang_pd_radix.tools.bench.record import Record
 
 Records = Mapping[str, Record]
@@ -196,6 +197,37 @@ def readme_chat(records: Records) -> str:
 def benchmarks_chat(records: Records) -> str:
     """The table of docs/benchmarks.md: all of them."""
     return report.markdown_table(CHAT_HEADING, [row for beside in CHAT for row in chat_rows(records, beside)])
+
+
+_CHAT_COLORS = dict(
+    zip(CHAT_SIDES, (report.COLORS["off"], report.MORE_COLORS[1], report.COLORS["on"], "#059669"), strict=True)
+)
+_CHAT_CHARTS = {
+    "chat-ttft": ("Time to first token, turns 2 and later", "TTFT p50, ms", "later_ttft_p50_s"),
+    "chat-itl": ("Inter-token latency", "ITL mean, ms", "itl_mean_s"),
+}
+
+
+def charts(records: Records) -> dict[str, Chart]:
+    """The pictures of the chat by the names of their files, over how many clients are beside. Raises PdRadixError."""
+    found = {}
+    setting = _record(records, CHAT["nobody"])["setting"]
+    note = (
+        f"Chat: 4 clients, 6 turns, beside clients with new prompts of 3,500 tokens; {setting['model']}, "
+        f"{setting['dtype']}; {setting['machine']}; n = {setting['runs']} runs; line: median, band: least to greatest"
+    )
+    for name, (title, label, key) in _CHAT_CHARTS.items():
+        lines = []
+        for side, text in CHAT_SIDES.items():
+            band = []
+            for record in CHAT.values():
+                (entry,) = _record(records, record)["workloads"]
+                values = [1e3 * run["figures"][key] for run in entry["runs"] if run["variant"] == side]
+                band.append((int(record.partition("-")[2]), min(values), statistics.median(values), max(values)))
+            points, limits = [(x, mid) for x, _, mid, _ in band], [(x, low, high) for x, low, _, high in band]
+            lines.append(Line(text.replace("`", ""), _CHAT_COLORS[side], points, band=limits))
+        found[name] = Chart(title, "clients with long prompts beside the chat", label, lines, note=note)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- benchmarks

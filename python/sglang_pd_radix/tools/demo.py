@@ -45,7 +45,7 @@ from .workers import idle_pools
 LOCAL_FLAG = "--disaggregation-decode-local-prefill"
 # What says how large the chat is.
 SIZES = ("clients", "turns", "document", "question", "answer", "seed")
-# The cache may send this much more than the least possible from the second turn on, where there is something to reuse.
+# The cache may send this much more than the lower bound from the second turn on, where there is something to reuse.
 MOST_OVER_LEAST = 1.05
 # Tokens of each prompt of those beside the second chat, and of their answers with what is kept free.
 LONG_PROMPT, BESIDE_IT = 3000, 256
@@ -290,7 +290,7 @@ def _judge_bytes(found: Found, side: str) -> None:
         most += args.clients * (len(rounds) - 1) * found.entry["page_bytes"]
     if sent > most:
         found.failures.append(
-            f"{side}: {sent / least:.3f} times the least possible was sent from turn 2 on, above {MOST_OVER_LEAST} "
+            f"{side}: {sent / least:.3f} times the lower bound was sent from turn 2 on, above {MOST_OVER_LEAST} "
             f"(decode reused {found.later(side, 'reused_tokens'):.0f} of {found.later(side, 'prompt_tokens'):.0f} "
             "prompt tokens)"
         )
@@ -340,7 +340,7 @@ def _lines(found: Found) -> Iterator[str]:
     yield f"KV sent:  {_mib(sent['off'])} MiB off, {_mib(sent['on'])} MiB on: {less:.2f}x"
     least = found.total("on", "least_bytes")
     over = found.total("on", "sent_over_least")
-    yield f"          on is {over:.3f} times the least possible, {_mib(least)} MiB"
+    yield f"          on is {over:.3f} times the lower bound, {_mib(least)} MiB"
     if "local" in found.runs:
         computed, prompts = (found.total("local", f"{what}_tokens") for what in ("computed", "prompt"))
         yield (

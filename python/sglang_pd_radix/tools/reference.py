@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,75 +53,69 @@ VARIABLES = (
         "SGLANG_PD_RADIX_EXTRAS",
         "all that are there",
         "all",
-        "which extras run: names with commas between, or none; `pd-radix doctor` lists them "
-        "([deploy](deploy.md#extras))",
+        "extras to load: names with commas between, or none; `pd-radix doctor` lists them ([deploy](deploy.md#extras))",
     ),
     Variable(
         "SGLANG_PD_RADIX_API_KEY",
         "none",
         "pd-radix; prefill, decode that drain",
-        "the key that `top`, `trace`, `drain` and `join` send to servers that are started with `--api-key`; `up` takes "
-        "it from the workers' options; a worker gives it, or else the key of its own option, to the gateways of "
-        "`SGLANG_DISAGGREGATION_GATEWAYS`",
+        "the key that `top`, `trace`, `drain` and `join` send to servers with `--api-key`; `up` takes it from the "
+        "workers' options; a worker sends it, or its own key, to `SGLANG_DISAGGREGATION_GATEWAYS`",
     ),
     Variable(
         "SGLANG_PD_RADIX_ADMIN_API_KEY",
         "none",
         "pd-radix",
-        "the key with which `/freeze_gc` and `/flush_cache` are asked for of workers that are started with "
-        "`--admin-api-key`; `up`, `demo`, `bench` and `verify` take it from the workers' options, where all have the "
-        "same",
+        "the key for `/freeze_gc` and `/flush_cache` of workers with `--admin-api-key`; `up`, `demo`, `bench` and "
+        "`verify` take it from the workers' options if all have the same",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_SECRET_FILE",
         "none",
         "prefill, decode",
-        "a file with the secret that signs what prefill and decode tell each other; 16 bytes or more "
+        "a file with the secret that signs messages between prefill and decode; 16 bytes or more "
         "([security](security.md#a-secret-for-the-control-plane))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK",
         "1/16",
         "decode with the flag",
-        "the part of the KV pool that is kept free of cached KV between admissions, from 0 to 0.5; of several TP "
-        "ranks the first one's counts "
+        "part of the KV pool kept free of cached KV between admissions, 0 to 0.5; the first TP rank's counts "
         "([why](decisions/long-runs-of-pages.md))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_COMPARE_PROMPTS",
         "0",
         "prefill, decode with the flag",
-        "1: prefill refuses a request whose prompt has other tokens than decode's, and decode keeps nothing of one "
-        "with other images; 0: only lengths are compared. Decode's counts; set on prefill too, the tokenizer process "
-        "makes the digests and not the scheduler ([why](protocol.md#prompts-that-differ))",
+        "1: prefill rejects a request whose tokens differ from decode's, and decode keeps nothing of one with other "
+        "images; 0: only lengths are compared. Decode's counts; set on prefill too, its tokenizer process makes "
+        "the digests ([why](protocol.md#prompts-that-differ))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT",
         "300 on decode with the flag",
         "prefill, decode",
-        "seconds that a worker has after SIGTERM for the requests that it has; 0, and without the variable on all "
-        "other workers: SIGTERM is the engine's ([upgrade](upgrade.md#sigterm))",
+        "seconds for running requests after SIGTERM; 0, the default of all other workers: the engine's SIGTERM "
+        "([upgrade](upgrade.md#sigterm))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_GATEWAYS",
         "none",
         "prefill, decode; those that drain",
-        "URLs of gateways (smg), with commas between, that let go of the worker at SIGTERM before it refuses anything "
+        "URLs of gateways (smg), with commas between, that remove the worker first at SIGTERM "
         "([upgrade](upgrade.md#sigterm))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_ENDED_REQUESTS",
         "0",
         "prefill, decode",
-        "how many ended requests a worker remembers, with when what happened to them "
-        "([observe](observe.md#one-request))",
+        "ended requests whose times a worker remembers ([observe](observe.md#one-request))",
     ),
     Variable(
         "SGLANG_TRITON_SHARED_PREFIX_ATTENTION",
         "0",
         "decode, aggregated; GPU, `triton` for decode",
-        "1: decode attention reads prefixes that running requests share once "
-        "([tuning](tuning.md#shared-prefixes-in-decode-attention))",
+        "1: decode attention reads shared prefixes once ([tuning](tuning.md#shared-prefixes-in-decode-attention))",
     ),
     Variable(
         "SGLANG_CPU_SHARED_PREFIX_ATTENTION",
@@ -132,57 +127,57 @@ VARIABLES = (
         "SGLANG_TORCH_LAYERS",
         "0",
         "all, GPU",
-        "1: norms, rotary embeddings and activations run in torch, so that float32 is exact; for checks, slower",
+        "1: norms, rotary embeddings and activations in torch, so that float32 is exact; for checks, slower",
     ),
 )
 
 #: Of the engine, and of libraries, where this package gives them a meaning of its own or asks to set them.
 ENGINE_VARIABLES = (
     Variable(
-        "SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat", "all", "a route of requests, which a worker that drains refuses too"
+        "SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat", "all", "a route of requests, which a draining worker rejects too"
     ),
     Variable("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate", "all", "the same"),
     Variable(
         "SGLANG_TIMEOUT_KEEP_ALIVE",
         "5",
         "all",
-        "seconds after which a worker closes an idle HTTP connection; 4000 on a worker of a pair where it is not set "
+        "seconds after which a worker closes an idle HTTP connection; 4000 on a worker of a pair if not set "
         "([why](deploy.md#the-router))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
         "300",
         "decode, prefill",
-        "seconds from when decode has asked for KV until the request fails on the worker that reads it. Decode keeps "
-        "pages of a failed request, where prefill does not say that it writes no more, for the larger of both",
+        "seconds from decode's request for KV until the request fails on the worker that reads this. Decode keeps "
+        "pages of a failed request for the larger value of both, unless prefill reports that it writes no more",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
         "300",
         "prefill, decode",
-        "on prefill, seconds for which a request waits while no decode worker has spoken of it; on decode with the "
-        "flag, for which one waits for its handshake. Decode tells each prefill of what waits for it every quarter of "
-        "the smaller of both ([how short it may be](troubleshooting.md#how-soon-a-failure-is-told))",
+        "on prefill, seconds until a request that no decode worker has named fails; on decode with the flag, of a "
+        "handshake. Decode names waiting requests every quarter of the smaller value ([how short it may "
+        "be](troubleshooting.md#how-soon-a-failure-is-reported))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL",
         "5.0",
         "prefill, decode",
-        "on decode, seconds between looks at a prefill's HTTP server; on both, times the next one and 2 s more, for "
-        "which a peer may leave ZeroMQ's heartbeats unanswered",
+        "on decode, seconds between health checks of a prefill; on both, times the next row, plus 2 s, the time-out of "
+        "ZeroMQ's heartbeats",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
         "2",
         "prefill, decode",
-        "on decode, failed looks after which a prefill counts as lost; on both, see there",
+        "on decode, failed checks until a prefill counts as lost; on both, see the row above",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
         "False",
         "prefill, decode; the same on both",
-        "with context parallelism, all ranks of prefill send, and decode asks all; such a prefill is asked for whole "
-        "prompts. Decode with the flag refuses one that has it otherwise. Best left alone",
+        "with context parallelism all ranks of prefill send, whole prompts only. Decode with the flag rejects a "
+        "prefill with another value. Best left alone",
     ),
     Variable(
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -195,13 +190,12 @@ ENGINE_VARIABLES = (
         "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
         "None",
         "decode",
-        "a JSON file that says of the Mooncake store what `MOONCAKE_*` would, where the extra config says nothing of "
-        "it",
+        "a JSON file in place of `MOONCAKE_*`, unless the extra config has the value",
     ),
     Variable("MOONCAKE_MASTER", "None", "decode", "HOST:PORT of the master of `--hicache-storage-backend mooncake`"),
-    Variable("MOONCAKE_LOCAL_HOSTNAME", "localhost", "decode", "where that store's other clients reach this worker"),
-    Variable("MOONCAKE_GLOBAL_SEGMENT_SIZE", "4gb", "decode", "memory that a worker gives to that store"),
-    Variable("MOONCAKE_PROTOCOL", "tcp", "decode", "over what that store transfers; only tcp has been run"),
+    Variable("MOONCAKE_LOCAL_HOSTNAME", "localhost", "decode", "address of this worker for that store's other clients"),
+    Variable("MOONCAKE_GLOBAL_SEGMENT_SIZE", "4gb", "decode", "memory of a worker in that store"),
+    Variable("MOONCAKE_PROTOCOL", "tcp", "decode", "transport of that store; only tcp has been run"),
     Variable("SGLANG_DISAGGREGATION_NIXL_BACKEND", "UCX", "prefill, decode", "NIXL's backend; only UCX has been run"),
     Variable(
         "SGLANG_DISAGG_STAGING_BUFFER",
@@ -211,17 +205,12 @@ ENGINE_VARIABLES = (
     ),
     Variable("SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB", "64", "prefill", "the size of prefill's staging buffer"),
     Variable("SGLANG_DISAGG_STAGING_POOL_SIZE_MB", "4096", "decode", "the size of decode's staging buffer"),
-    Variable(
-        "SGLANG_HOST_IP",
-        "",
-        "prefill, decode",
-        "the address that a worker announces to its peer; without it that of the default route",
-    ),
+    Variable("SGLANG_HOST_IP", "", "prefill, decode", "address announced to peers; default: that of the default route"),
     Variable(
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT",
         "4",
         "all",
-        "seconds between looks at whether a client that does not stream is still there",
+        "seconds between checks whether a client that does not stream is still connected",
     ),
     Variable("SGLANG_ENABLE_SPEC_V2", "False", "decode, prefill", "speculative decoding with overlapped steps"),
     Variable(
@@ -234,36 +223,31 @@ ENGINE_VARIABLES = (
     Variable(
         "SGLANG_SCHEDULER_SKIP_ALL_GATHER", "False", "decode", "refused with --disaggregation-decode-local-prefill"
     ),
-    Variable(
-        "SGLANG_USE_CPU_ENGINE",
-        "by whether there is a CUDA driver",
-        "all",
-        "1: run as on a CPU host, also where there is a CUDA driver; 0: never, also where there is none",
-    ),
+    Variable("SGLANG_USE_CPU_ENGINE", "by whether there is a CUDA driver", "all", "1: run as on a CPU host; 0: never"),
     Variable("SGLANG_CPU_OMP_THREADS_BIND", "all", "all, on CPU hosts", "cores of each TP rank, such as `0\\|1`"),
     Variable(
         "SGLANG_USE_MODELSCOPE",
         "False",
         "all",
-        "models are ModelScope's, which `pd-radix` does not ask beforehand whether it has one",
+        "models come from ModelScope; `pd-radix` does not check that they exist",
     ),
-    Variable("MC_FORCE_TCP", "", "prefill, decode", "1: Mooncake uses TCP, whatever RDMA devices there are"),
+    Variable("MC_FORCE_TCP", "", "prefill, decode", "1: Mooncake uses TCP even with RDMA devices"),
 )
 
 #: What this package sets or reads and nobody else should: how its own processes tell each other.
-INTERNAL_VARIABLES = (
-    "SGLANG_PD_RADIX_TOLD",
-    "SGLANG_PD_RADIX_SELF_TEST_FAULTS",
-    "SGLANG_PD_RADIX_KV_RECORDS",
-)
+INTERNAL_VARIABLES = ("SGLANG_PD_RADIX_TOLD", "SGLANG_PD_RADIX_SELF_TEST_FAULTS", "SGLANG_PD_RADIX_KV_RECORDS")
 
 #: Routes on a prefill's bootstrap server: method and path, who asks, what it answers.
 ROUTES = {
-    "/decode_prefix": ("GET", "decode", "what this prefill can do ([protocol](protocol.md#who-understands-a-prefix))"),
+    "/decode_prefix": (
+        "GET",
+        "decode",
+        "capabilities of this prefill ([protocol](protocol.md#who-understands-a-prefix))",
+    ),
     "/refused_room": (
         "POST",
         "decode",
-        "decode has refused this request ([protocol](protocol.md#requests-that-one-side-refuses))",
+        "decode has rejected this request ([protocol](protocol.md#requests-that-one-side-refuses))",
     ),
     "/computed_room": (
         "POST",
@@ -279,92 +263,70 @@ ROUTES = {
 
 #: Statuses that this package makes, or changes the meaning of.
 STATUSES = (
-    (
-        "200",
-        "worker",
-        "the answer; a stream whose request fails ends with `finish_reason` abort and the message",
-    ),
+    ("200", "worker", "the answer; a stream whose request fails ends with `finish_reason` abort and the message"),
     (
         "400",
         "worker",
-        "an option, a prompt's length, a grammar or a room that this worker cannot serve, or that its peer has "
-        "refused, a logit processor that fails, or a token that the grammar rejects; the message names it",
+        "an option, prompt length, grammar or room that this worker cannot serve or its peer rejected; a failing logit "
+        "processor; a token that the grammar rejects. The message names it",
     ),
-    ("400", "bootstrap server", "what was asked of it cannot be read"),
-    ("503", "bootstrap server", "this prefill is starting: not all of its ranks have registered"),
-    (
-        "401",
-        "bootstrap server",
-        "not signed with the secret that this prefill has",
-    ),
-    (
-        "404",
-        "bootstrap server",
-        "the route is not there: the engine without this package, or an older one",
-    ),
-    (
-        "500",
-        "worker",
-        "this request has failed: its transfer or its peer; the message says which",
-    ),
-    (
-        "502",
-        "router",
-        "`prefill_server_error` or `decode_server_error`: a worker closed the connection or is gone",
-    ),
+    ("400", "bootstrap server", "the request cannot be parsed"),
+    ("503", "bootstrap server", "starting: not all ranks of this prefill have registered"),
+    ("401", "bootstrap server", "not signed with this prefill's secret"),
+    ("404", "bootstrap server", "no such route: the engine without this package, or an older one"),
+    ("500", "worker", "this request failed: transfer or peer; the message says which"),
+    ("502", "router", "`prefill_server_error` or `decode_server_error`: a worker closed the connection or is gone"),
     (
         "503",
         "worker",
-        "it has had SIGTERM and takes nothing new ([upgrade](upgrade.md#sigterm)); of `/health` also: it starts, or "
-        "its scheduler does not answer",
+        "after SIGTERM ([upgrade](upgrade.md#sigterm)); `/health` also while starting, or if the scheduler does not "
+        "answer",
     ),
     (
         "503",
         "router",
-        "no worker that could serve it; sglang-router's `prefix_hash` in front of a pair; smg where `model` is not "
-        "the served name",
+        "no worker can serve it; sglang-router's `prefix_hash` in front of a pair; smg if `model` is not the served "
+        "name",
     ),
 )
 
 #: Of `GET /server_info`, under `internal_states[i].kv_pool`.
 POOL_FIELDS = {
-    "dp_rank": "which DP rank it is of; only where there are several: they are in the order in which they answered",
-    "size": "tokens of the KV pool; with sliding windows those of the full pool, as the next three. These four, and "
-    "`used_peak`, only where one pool has all KV and nothing else: not of a prefill worker with a hierarchical cache, "
-    "of a hybrid model or one with windows, nor, without the flag, of a decode worker of one with windows",
+    "dp_rank": "DP rank, if there are several, in the order of their answers",
+    "size": "tokens of the KV pool; with sliding windows of the full pool, as the next three. These four and "
+    "`used_peak` only where one pool has all KV: not on prefill with a hierarchical cache, for hybrid models or "
+    "windows, nor on decode with windows without the flag",
     "available": "free tokens",
     "evictable": "tokens in the tree that no request holds",
     "protected": "tokens in the tree that requests hold",
-    "requests": "how many requests are in each state: on decode handshake, waiting (for memory or its turn), held_back "
-    "(for the transfer of another), transfer, local, received, running, retracted, quarantined; on prefill bootstrap, "
-    "waiting, running, sending",
-    "oldest": "the five that have been there longest: rid, state, seconds, prompt_tokens, decode_prefix (tokens of the "
-    "prompt that decode held), output_tokens",
-    "used_peak": "the most tokens that requests held since the last flush; decode only, also without the flag",
-    "longest_queue_step_s": "the longest step of decode's queues since then, less what it waited for a core of a busy "
-    "host: a wait for a peer would show here",
-    "computes_up_to": "tokens of a prompt's remainder that decode computes itself; only where it does",
-    "itl": "with a target for ITL: the mean time of the last steps, as requests waited for them, and what was "
-    "predicted of them, how many requests wait for it now, how often it held back whose turn it was, and the parts of "
-    "a step",
-    "ttft": "with a target for TTFT: what an admission takes until its first token, how many requests wait that are "
-    "too late for it, and how many were when they were admitted",
-    "idle": "whether the worker has no request and nothing in quarantine",
-    "free_req_slots": "free rows of the request table",
+    "requests": "requests by state: on decode handshake, waiting (for memory or its turn), held_back (for another's "
+    "transfer), transfer, local, received, running, retracted, quarantined; on prefill bootstrap, waiting, "
+    "running, sending",
+    "oldest": "the five oldest: rid, state, seconds, prompt_tokens, decode_prefix (tokens that decode held), "
+    "output_tokens",
+    "used_peak": "most tokens held by requests since the last flush; decode only, also without the flag",
+    "longest_queue_step_s": "longest step of decode's queues since then, less waits for a core: a wait for a peer "
+    "would show here",
+    "computes_up_to": "longest remainder that decode computes itself; only with local prefill",
+    "itl": "with an ITL target: mean time of the last steps, predicted time, requests that wait for it, how often it "
+    "throttled the next request, and the parts of a step",
+    "ttft": "with a TTFT target: time from admission to first token, late requests that wait, and late requests that "
+    "were admitted",
+    "idle": "no request and nothing in quarantine",
+    "free_req_slots": "free request slots",
     "req_slots": "all of them",
     "metadata_buffers": "buffers for the metadata of transfers",
     "free_metadata_buffers": "free ones",
     "rooms": (
-        "how many rooms each book of the transfer backend mentions; when idle, only those that decode has asked for "
-        "and whose requests have not come to this prefill, for up to `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`"
+        "rooms in each table of the transfer backend; when idle, only those that decode asked for and whose requests "
+        "have not reached this prefill, for up to `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`"
     ),
     "locks_taken": "locks of the tree taken; with the flag",
     "locks_released": "released: when idle, as many",
-    "audit": "when idle, with the flag: every contradiction found in the tree and the pools; empty: none",
-    "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory (size, available, evictable, "
-    "protected), on their way there (saving), and since the start saved, loaded, dropped for want of room there, "
-    "and evicted before they were saved; under `storage` those that a storage below it was given and has "
-    "brought",
+    "audit": "when idle, with the flag: contradictions found in tree and pools; empty: none",
+    "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory: size, available, evictable, "
+    "protected, saving; since the start saved, loaded, dropped for lack of space, evicted before they were "
+    "saved; under `storage` those written to and read from a storage",
     "window_size": "tokens of the pool of sliding windows",
     "window_available": "free ones; when idle all",
     "state_slots": "slots for states (linear attention)",
@@ -374,10 +336,10 @@ POOL_FIELDS = {
 #: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
 DETAIL_FIELDS = {
     "decode_prefix": "tokens of the prompt that decode held",
-    "decode_host": "of these, those that came from host memory (with `--enable-hierarchical-cache` on decode)",
-    "decode_storage": "of these, those that were fetched for this request (with `--hicache-storage-backend` too)",
+    "decode_host": "of these, from host memory (`--enable-hierarchical-cache` on decode)",
+    "decode_storage": "of these, fetched for this request (`--hicache-storage-backend` too)",
     "transferred": "tokens that prefill sent; together the prompt",
-    "decode_computed": "tokens that decode computes itself; only where it does",
+    "decode_computed": "tokens that decode computed; only with local prefill",
     "transferred_bytes": "bytes sent, over all TP ranks",
     "saved_bytes": "bytes not sent, over all TP ranks",
 }
@@ -387,8 +349,7 @@ ADDED_VALUES = (
     (
         "--load-balance-method",
         "longest_prefix",
-        "decode with the flag and DP ranks: the rank that holds most of the prompt "
-        "([why](decisions/data-parallel-ranks.md))",
+        "decode with the flag and DP ranks: the rank with most of the prompt ([why](decisions/data-parallel-ranks.md))",
     ),
     (
         "--attention-backend",
@@ -511,6 +472,28 @@ def _made(body: Iterable[ast.stmt]) -> Iterator[tuple[str, str, str]]:
             yield call.func.id, name, text
 
 
+@cache
+def _code() -> dict[str, str]:
+    """The code of each extra, and under "" what runs in a worker without any."""
+    root = loader.patch_root()
+    folders = {name: [root / "extras" / name / "sglang"] for name in loader.known_extras()}
+    folders[""] = [root / "sglang", Path(__file__).parents[1] / "supplied"]
+    files = {name: sorted(path for at in places for path in at.rglob("*.py")) for name, places in folders.items()}
+    return {name: "\n".join(path.read_text(encoding="utf-8") for path in paths) for name, paths in files.items()}
+
+
+def extra_of(name: str, before: str = "") -> str:
+    """A link to the page of the extra whose code alone has the text ``name``; "" of the core."""
+    having = [extra for extra, code in _code().items() if re.search(f'{before}"{name}"', code)]
+    return "" if "" in having else ", ".join(f"[{extra}](../python/extras/{extra}/README.md)" for extra in having)
+
+
+def _by_extra(rows: Iterable[Row], before: str = "") -> list[Row]:
+    """The rows with the extra that each belongs to behind its name, the core's first."""
+    keys = ((re.findall(r"`(?:sglang:)?(.+?)(?:_total)?`", name)[0], name, rest) for name, *rest in rows)
+    return sorted(((name, extra_of(key, before), *rest) for key, name, rest in keys), key=lambda row: row[1])
+
+
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
@@ -520,66 +503,69 @@ def as_markdown() -> str:
 
     parts = [
         "# Reference",
-        "Made by `pd-radix reference --markdown`. How these are used is in [deploy.md](deploy.md) and "
-        "[tuning.md](tuning.md); what to do about a message is in [troubleshooting.md](troubleshooting.md).",
+        "Made by `pd-radix reference --markdown`. Use: [deploy](deploy.md), [tuning](tuning.md); messages: "
+        "[troubleshooting](troubleshooting.md). Names of an [extra](../python/extras/README.md) work only while "
+        "it is loaded.",
         "## Options of a worker",
-        "Those that this package adds to `python -m sglang.launch_server`. The flag is the first of them.",
-        _table(("option", "default", "meaning"), engine_options()),
-        "Values that it adds to options of the engine:",
+        "Added to `python -m sglang.launch_server`. The flag is the first.",
+        _table(
+            ("option", "extra", "default", "meaning"), _by_extra(engine_options(), r"(?:add_argument\(|OPTION =)\s*")
+        ),
+        "Values added to options of the engine:",
         _table(("option", "value", "meaning"), [(f"`{o}`", f"`{v}`", text) for o, v, text in ADDED_VALUES]),
-        "## Which tree a worker gets",
-        "And what is refused with it at the start ([why](supported.md#what-is-refused-and-why)).",
+        "## Trees",
+        "And what is refused with it ([why](supported.md#what-is-refused-and-why)).",
         _trees(),
         "## Environment variables",
         "Read by workers when they start.",
         _variables(VARIABLES),
-        "Of the engine and of Mooncake, where this package gives them a meaning of its own or asks to set them:",
+        "Of the engine and Mooncake, with a meaning of their own here or to be set:",
         _variables(ENGINE_VARIABLES),
         "## Metrics",
         "`GET /metrics` of a worker with `--enable-metrics`. Requests and their tokens are counted on the first TP "
-        "rank; bytes, runs, digests and lost peers are summed over TP ranks. Of gauges the last write of a TP rank is "
-        "shown, but of faults, of what is in quarantine or free, and of how long requests have been here, the worst of "
-        "them. Of a worker with DP ranks each has the label `dp_rank`. What is of decode with the flag, a decode "
-        "worker without it does not export, or it stays 0. The engine's `sglang:cached_tokens_total` counts also what "
-        "decode with the flag held, as `device`.",
-        _table(("metric", "worker", "kind", "meaning"), [(f"`{name}`", *rest) for name, *rest in metrics()]),
-        "## What a worker says of itself",
-        "`GET /server_info`, under `internal_states[i].kv_pool`; figures are tokens unless they say otherwise.",
+        "rank; bytes, runs, digests and lost peers are summed over TP ranks. Gauges show the last write of a TP "
+        "rank; faults, quarantine, free memory and ages the worst. DP ranks have the label `dp_rank`. Without "
+        'the flag, metrics of "decode with the flag" are missing or 0. The engine\'s '
+        "`sglang:cached_tokens_total` includes what decode with the flag held, as `device`.",
+        _table(
+            ("metric", "extra", "worker", "kind", "meaning"), _by_extra((f"`{n}`", *rest) for n, *rest in metrics())
+        ),
+        "## Fields of `/server_info`",
+        "`GET /server_info`, under `internal_states[i].kv_pool`; tokens unless stated otherwise.",
         _fields(POOL_FIELDS),
-        "With `--enable-pegaflow` also `internal_states[i].pegaflow`: see "
-        "[pegaflow.md](pegaflow.md#when-something-fails).",
-        "## What an answer says of its prompt",
-        "`meta_info.cached_tokens`, and `usage.prompt_tokens_details.cached_tokens`, is the greater of what prefill "
-        "and what decode held; without the flag, what prefill held. `meta_info.cached_tokens_details` has "
-        "prefill's hit as `device` and `host`, and from a decode worker with the flag what follows. OpenAI's endpoints "
-        "hand on `device` and `host` alone (`sglext.cached_tokens_details`): these do not count what decode held, and "
-        "may be 0 where `usage` has more.",
+        "With `--enable-pegaflow` also [`internal_states[i].pegaflow`](pegaflow.md#when-something-fails).",
+        "## Fields of an answer",
+        "`meta_info.cached_tokens` and `usage.prompt_tokens_details.cached_tokens` are the larger of prefill's and "
+        "decode's hit; without the flag prefill's. `meta_info.cached_tokens_details` has prefill's as `device` "
+        "and `host`, and from decode with the flag the fields below. OpenAI's endpoints pass on `device` and "
+        "`host` only (`sglext.cached_tokens_details`).",
         _fields(DETAIL_FIELDS),
         "## Statuses",
         _table(("status", "from", "meaning"), STATUSES),
         "## Routes",
-        "Added to the HTTP server on a prefill's `--disaggregation-bootstrap-port`. A client has no use for them.",
+        "On the HTTP server of prefill's `--disaggregation-bootstrap-port`, not for clients.",
         _table(
             ("route", "asked by", "says"),
             [(f"`{method} {path}`", who, text) for path, (method, who, text) in sorted(ROUTES.items())],
         ),
-        "Added to the HTTP server of each worker with one tokenizer process: `GET /ended_requests?rid=RID`, or "
-        "`?room=ROOM`, what is remembered of requests that have ended, or of the last N with `?last=N`. `pd-radix "
-        "trace` and `pd-radix bench --breakdown` ask it.",
+        "On each worker with one tokenizer process, for `pd-radix trace` and `pd-radix bench --breakdown`: `GET "
+        "/ended_requests?rid=RID`, `?room=ROOM` or `?last=N`.",
         "## Commands",
-        "Exit codes: 0 fine, 1 a problem, 2 bad usage. Options of the engine follow after `--` where a command starts "
-        "workers.",
+        "Exit codes: 0 fine, 1 a problem, 2 bad usage. Engine options follow `--` where a command starts workers.",
     ]
     for command, summary in COMMANDS.items():
         parts.append(f"### `pd-radix {command}`")
         parts.append(summary[0].upper() + summary[1:] + ".")
         parts.append(_table(("option", "default", "meaning"), command_options(command)))
+    headings = [part[3:] for part in parts if part.startswith("## ")]
+    links = (f"[{name}](#{re.sub(r'[^a-z_ -]', '', name.lower()).replace(' ', '-')})" for name in headings)
+    parts.insert(2, f"* {', '.join(links)}")
     return "\n\n".join(part for part in parts if part)
 
 
 def _variables(variables: Sequence[Variable]) -> str:
-    rows = [(f"`{v.name}`", v.default or "–", v.where, v.meaning) for v in variables]
-    return _table(("variable", "default", "read by", "meaning"), rows)
+    rows = _by_extra((f"`{v.name}`", v.default or "–", v.where, v.meaning) for v in variables)
+    return _table(("variable", "extra", "default", "read by", "meaning"), rows)
 
 
 def _fields(fields: Mapping[str, str]) -> str:

@@ -48,7 +48,7 @@ _BACKENDS = ("nixl", "mooncake")
 
 # What the benchmark's workload (a) is held to here. Times are told and not judged: one run of each side shows little.
 MOST_OVER_LEAST = 1.05
-# Less than the least possible is bytes that were not counted; but for a quotient of floats.
+# Less than the lower bound is bytes that were not counted; but for a quotient of floats.
 LEAST_OVER_LEAST = 0.999
 # Of the answers there, the part that may differ with texts that do not say their tokens: it fails if more do.
 MOST_UNREADABLE = 0.03
@@ -318,13 +318,13 @@ def _measure(
     part.lines.append(
         f"in small, one run, on over off: requests/s {ratios['requests_per_s']:.2f}, "
         f"TTFT p50 {ratios['ttft_p50_s']:.2f}, ITL mean {ratios['itl_mean_s']:.2f}, KV sent {ratios['sent_bytes']:.2f} "
-        f"({over_least:.3f} times the least possible); {workload.requests - different} of {workload.requests} answers "
+        f"({over_least:.3f} times the lower bound); {workload.requests - different} of {workload.requests} answers "
         f"are the same{'' if exact else ' (told, not judged: rounding parts answers, see above)'}"
     )
     # What decode computes itself need not be sent.
     least = 0.0 if b.get("computed_tokens") else LEAST_OVER_LEAST
     if not least <= over_least <= MOST_OVER_LEAST:
-        part.failures.append(f"(a): {over_least:.3f} times the least possible was sent, not 1 to {MOST_OVER_LEAST}")
+        part.failures.append(f"(a): {over_least:.3f} times the lower bound was sent, not 1 to {MOST_OVER_LEAST}")
     # Sums in another order part an answer in a thousand also in float32, where two tokens are as likely.
     partings = parted.find([runs["off"], runs["on"]]) if exact else []
     if partings:

@@ -32,7 +32,7 @@ def test_the_demo_sees_what_does_not_enter_the_tree(clusters, model, tmp_path, f
     clusters.stop()
     command = ["-m", "sglang_pd_radix.tools.cli", "demo", "--model", model, "--work-dir", str(tmp_path / "work")]
     failures = failed(command, tmp_path / "demo.json", faults)["failures"]
-    assert failures[0].startswith("on: ") and "times the least possible was sent from turn 2 on" in failures[0]
+    assert failures[0].startswith("on: ") and "times the lower bound was sent from turn 2 on" in failures[0]
 
 
 def test_a_storm_sees_each_of_three_faults_by_its_own_part(clusters, model, tmp_path):

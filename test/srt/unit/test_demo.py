@@ -74,7 +74,7 @@ def found(*arguments: str, info: dict[str, Any] | None = None, **more: Any) -> d
 
 
 def test_the_least_here_is_that_of_a_cache_that_forgets_nothing() -> None:
-    """What the stand-in's runs take for the least possible, by the benchmark's own `Keeper`."""
+    """What the stand-in's runs take for the lower bound, by the benchmark's own `Keeper`."""
     args = _parse()
     keeper, history, sent = least.Keeper(least.PageIndex(PAGE)), [], []
     for number in range(args.turns):
@@ -95,11 +95,11 @@ def test_a_cache_that_reuses_all_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("side", "wrong", "told"),
     [
-        ("on", {"sent_bytes": 10 * PAGE_BYTES}, "on: 2.500 times the least possible was sent from turn 2 on"),
+        ("on", {"sent_bytes": 10 * PAGE_BYTES}, "on: 2.500 times the lower bound was sent from turn 2 on"),
         ("on", {"sent_bytes": 2 * PAGE_BYTES}, "on: fewer KV bytes are counted from turn 2 on than any cache has to"),
         ("off", {"reused_tokens": 8}, "with the flag off, decode reused part of a prompt"),
         ("on", {"transferred_tokens": 1}, "on: decode counted 198 prompt tokens of 198, of which"),
-        ("local", {"sent_bytes": 10 * PAGE_BYTES}, "local: 2.500 times the least possible"),
+        ("local", {"sent_bytes": 10 * PAGE_BYTES}, "local: 2.500 times the lower bound"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_found(side: str, wrong: dict[str, Any], told: str) -> None:
@@ -211,7 +211,7 @@ def test_the_command(benchmark: dict[str, Any], tmp_path: Path, capsys: pytest.C
         "seed": 0,
     }
     shown = capsys.readouterr().out
-    assert "on is 1.000 times the least possible" in shown and "decode computed 8 of 198 prompt tokens" in shown
+    assert "on is 1.000 times the lower bound" in shown and "decode computed 8 of 198 prompt tokens" in shown
     assert (
         "beside 2 clients with prompts of 3000 tokens, turns 2 and 3: 0.500 s off, 0.500 s on, 0.500 s local" in shown
     )
@@ -228,7 +228,7 @@ def test_a_failure_is_told_and_is_the_exit_code(
     rest = ("--local-prefill", "off", "--beside", "0", "--work-dir", str(tmp_path))
     assert demo.run(_parse(*rest)) == 1
     shown = capsys.readouterr().out
-    assert "FAILED:   on, run 1: a page is lost" in shown and "times the least possible was sent from turn 2" in shown
+    assert "FAILED:   on, run 1: a page is lost" in shown and "times the lower bound was sent from turn 2" in shown
     assert [side.name for side in benchmark["sides"]] == ["off", "on"] and "steady" not in benchmark
 
 

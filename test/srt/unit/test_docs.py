@@ -1,4 +1,4 @@
-"""What README and docs name is there: links, anchors, files, options, variables, metrics, commands, make targets."""
+"""What README and docs name is there: links, anchors, options, variables, metrics. Commands: test_doc_commands."""
 
 from __future__ import annotations
 
@@ -51,19 +51,6 @@ def test_every_row_of_the_register_says_until_when():
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-#: What runs each command of README and the quick start, as its beginning: the file of a test, or CI itself.
-RUN_BY = {
-    "make demo": "test/srt/e2e/test_readme.py",
-    "make test": ".ci/run",
-    "pip install .": "test/srt/unit/test_packaging.py",
-    "pip uninstall": "test/srt/unit/test_packaging.py",
-    "pd-radix doctor": "test/srt/unit/test_doctor.py",
-    "pd-radix make-model": "test/srt/unit/test_make_model.py",
-    "pd-radix up": "test/srt/e2e/test_up_command.py",
-    "pd-radix top": "test/srt/e2e/test_operate.py",
-    "pd-radix bench": "test/srt/e2e/test_readme.py",
-    "python -m sglang.launch_server": "test/srt/e2e/test_oracle.py",
-}
 
 
 def test_readme_is_short():
@@ -76,19 +63,6 @@ def test_readme_says_how_large_the_patch_is():
     lines = sum(len(path.read_text().splitlines()) for tree in trees for path in tree.rglob("*.py"))
     said = int(re.search(r"([\d,]+) lines in `python/sglang` and", README)[1].replace(",", ""))
     assert abs(lines - said) <= 500, f"{lines} lines"
-
-
-@pytest.mark.parametrize(
-    ("page", "least"), [(ROOT / "README.md", 9), (DOCS / "quick-start.md", 2)], ids=["README", "quick start"]
-)
-def test_every_command_is_run_by_a_test(page, least):
-    text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^    (?=\S)(.+)$", FENCE.sub("", text), re.MULTILINE)
-    commands = [*blocks, *re.findall(r"`(pip [^`']+)`", text)]
-    assert len(commands) >= least
-    for command in commands:
-        (place,) = {file for start, file in RUN_BY.items() if command.startswith(start)}
-        assert (ROOT / place).is_file(), f"{command}: there is no {place}"
 
 
 class Chat(http.server.BaseHTTPRequestHandler):
@@ -283,26 +257,6 @@ def test_every_file_is_there(page):
 MADE = {"report.json", "record.json", "wire.py", "conn.py", "chat.py"}
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=_name)
-def test_every_command_is_one(page):
-    text = code(page).replace("\\\n", " ")
-    wrong = []
-    for line in re.findall(r"(?<![\w-])pd-radix ([^\n`#|]+)", text):
-        # What is in quotes are options of the engine.
-        words = re.sub(r"(['\"]).*?\1", "", line).split(" -- ")[0].split()
-        if not re.fullmatch(r"[a-z][a-z-]*", words[0]) or words[0] in ("command", "checkout"):
-            continue
-        if words[0] not in COMMANDS:
-            wrong.append(f"pd-radix {words[0]}")
-            continue
-        known = reference.option_names(words[0])
-        wrong += [f"pd-radix {words[0]} {w}" for w in words if w.startswith("--") and w.split("=")[0] not in known]
-    assert not wrong, wrong
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    made = set(re.findall(r"(?:^|[ `])make ([a-z-]+)", text, re.MULTILINE)) - {"clean"}
-    assert made <= targets, f"no such targets: {sorted(made - targets)}"
-
-
 #: Pages that other files name, so that one who moves a page finds who has to know.
 @pytest.mark.parametrize("folder", ["python", "benchmark", "test"])
 def test_pages_named_in_code_are_there(folder):
@@ -322,7 +276,7 @@ def test_an_operator_can_read_all_of_it():
     assert sum(map(words, [*OPERATORS, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"])) <= 11_000
 
 
-@pytest.mark.parametrize("page", OPERATORS, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_a_long_page_begins_with_its_contents(page):
     text = page.read_text(encoding="utf-8")
     if len(text.splitlines()) > 150:

@@ -1,4 +1,4 @@
-"""Who imports whom: no circle, and the pages of it are up to date."""
+"""Who imports whom: no circle, and the page of it is up to date."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ def test_an_extra_is_one_module(tmp_path):
     assert modules.imports(tmp_path / "core", extra) == {"a": {"b", "extras/e"}, "b": set(), "extras/e": {"b"}}
 
 
-def test_the_pages_are_what_the_code_says():
+def test_the_page_is_what_the_code_says():
     """Written by `python benchmark/modules.py`."""
     graph = modules.of_checkout()
-    assert modules.PICTURE.read_text(encoding="utf-8") == modules.as_svg(graph)
     page = modules.PAGE.read_text(encoding="utf-8")
     assert modules.with_list(page, graph) == page
 

@@ -188,19 +188,26 @@ def test_only_what_is_between_the_marks_is_made_anew():
         published.replaced("nothing", "runs", "new")
 
 
-def test_a_record_and_its_charts_are_taken(tmp_path, monkeypatch):
+def test_every_picture_is_made_of_records_and_shown():
+    drawn = published.charts(published.load(RUNS))
+    assert {f"{name}.svg" for name in drawn} == {path.name for path in figures.PICTURES.iterdir()}
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+    for name, chart in drawn.items():
+        assert f"report/{name}.svg)" in pages
+        assert all(word in chart.note for word in ("4 clients, 6 turns", "make-model", "2 cores", "n = 10 runs"))
+        texts = re.findall(r">([^<>]+)</text>", (figures.PICTURES / f"{name}.svg").read_text(encoding="utf-8"))
+        assert {chart.title, *(line.name for line in chart.lines)} <= {*texts}
+
+
+def test_a_record_is_taken(tmp_path, monkeypatch):
     document = a_document()
     report.write(document, tmp_path / "a")
     records_of.write(document, tmp_path / "a")
     docs = tmp_path / "docs"
-    (docs / "report").mkdir(parents=True)
-    (docs / "report" / "a-ttft.svg").write_text("old")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RUNS", docs.parent / "benchmark" / "runs")
     figures.take(f"a={tmp_path / 'a'}")
     assert published.load(docs.parent / "benchmark" / "runs") == {"a": records_of.compact(document)}
-    assert [path.name for path in (docs / "report").iterdir()] == ["a-ttft.svg"], "only what is shown already"
-    assert (docs / "report" / "a-ttft.svg").read_text() != "old"
     demo = {
         "setting": {"backend": "nixl", "engine_options": ["/tmp/x"], "seconds": 1},
         "runs": {name: {"totals": {"sent_bytes": 5}} for name in ("off", "on")},

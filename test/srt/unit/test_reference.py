@@ -65,6 +65,12 @@ def test_options_of_commands():
             assert meaning, f"pd-radix {command} {names} has no help"
 
 
+def test_what_an_extra_adds_is_grouped():
+    rows = reference._by_extra([("`sglang:prefill_reads_total`", "x"), ("`SGLANG_PD_RADIX`", "y")])
+    assert [row[1] for row in rows] == ["", "[prefill_reads](../python/extras/prefill_reads/README.md)"]
+    assert rows[0][0] == "`SGLANG_PD_RADIX`" and rows[1][2:] == ("x",)
+
+
 def test_a_default_is_said_once():
     assert reference._apart("requests (default: 4)") == ("requests", "4")
     assert reference._apart("Where it listens. Default: 127.0.0.1:50055") == ("Where it listens", "127.0.0.1:50055")

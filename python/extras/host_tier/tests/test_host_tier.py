@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import World, aborted
+from decode_world import World, aborted, queue
 from host_world import HostSizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
-from test_followers import queue
 from test_life_of_a_request import Life
 from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
@@ -733,7 +732,10 @@ def options(**given: Any) -> Any:
             r"--hicache-storage-backend hf3fs \(file, mooncake are",
         ),
         (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        *(
+            (kind, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm")
+            for kind in cache_support.kinds_with("linear attention")
+        ),
     ],
 )
 def test_what_is_not_verified_with_it_is_refused(kind, given, says):

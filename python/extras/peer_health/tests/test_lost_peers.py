@@ -18,7 +18,8 @@ from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
 from sglang.srt.disaggregation.common.prefill_peers import FORGOTTEN_S, MOST_ASKED
 from sglang.srt.disaggregation.common.rooms import Rooms
 from sglang.srt.disaggregation.common.waiting_rooms import WaitingRooms
-from test_lost_on_prefill import OTHER, ROOM, assert_ends, loop
+from test_lost_on_prefill import assert_ends
+from test_prefill_rooms import OTHER, ROOM, loop
 from test_rooms import sender
 from test_silent_peers import Gate, begin, world
 from waiting import until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decode_world import World
+from decode_world import World, asked, queue
 from engine_classes import engine_class
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
@@ -28,7 +28,6 @@ from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntime
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from speculating_loop import SpeculatingLoop
-from test_followers import asked, queue
 from test_step_in_flight import Play, RankPlay, scripts
 from test_traps import Rank, serve, tokens
 
@@ -417,9 +416,9 @@ def test_without_the_option_there_is_no_gate_and_nothing_is_measured(monkeypatch
     made_with: list[Any] = []
     real = DecodeAdder.__init__
 
-    def noted(self, *args, **kwargs):
-        made_with.append(kwargs["limits"])
-        real(self, *args, **kwargs)
+    def noted(self, *args):
+        made_with.append(args[4])
+        real(self, *args)
 
     monkeypatch.setattr(DecodeAdder, "__init__", noted)
     serve(world, tokens(1, 8))

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import World
+from decode_world import World, asked, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import ttft_target
-from sglang.srt.disaggregation.decode_admission import admission_order
 from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.prefix_policy import admission_order
 from sglang.srt.disaggregation.ttft_target import EVERY, LATE_INTERVAL, LateLines, TtftTarget, late_by_turns
-from test_followers import asked, candidates_of, queue
+from test_followers import candidates_of
 from test_step_in_flight import Play, scripts
 from test_traps import Rank, serve, tokens
 
@@ -340,7 +340,8 @@ def test_one_in_time_that_fits_does_not_wait_for_long_behind_a_late_one_that_doe
 
 def test_without_the_option_nothing_is_measured_or_told():
     world = World()
-    assert target_of(world) is None and not world.transfer.hooks.measured
+    measured = [of() for of in world.transfer.hooks.measured]
+    assert target_of(world) is None and not any(isinstance(one, TtftTarget) for one in measured)
     assert "ttft" not in told(world)
     # With it, ranks agree on it, and steps are not its matter.
     world = World(options=target(5.0))

@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.decode_handshakes import (
 from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
 from sglang.srt.disaggregation.decode_resume import Resumption, joins
-from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
+from sglang.srt.disaggregation.decode_rows import KeptRows
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
@@ -52,7 +52,6 @@ __all__ = [
     "DecodeReqToTokenPool",
     "DecodeRequest",
     "DecodeTransferQueue",
-    "HybridMambaDecodeReqToTokenPool",
     "SchedulerDisaggregationDecodeMixin",
 ]
 
@@ -72,8 +71,7 @@ class DecodeRequest(engine.DecodeRequest):
     phase: Phase = field(default=Phase.HANDSHAKE, init=False)
     # What the schedule policy knows of it, from when it is first asked; see `Schedule.entry_of`.
     entry: QueueEntry | None = None
-    # What prefill is asked for: pages, and what the engine calls the state, if the model has any: a slot of it, or the
-    # pages of a window.
+    # What prefill is asked for: pages, and what the engine calls the state, if the model has any, see `StateKind`.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
     # What it counts on in a tier (`Tier.lock`), until it is committed or has given its pages back.
@@ -182,12 +180,11 @@ class DecodeReqToTokenPool(KeptRows, engine.DecodeReqToTokenPool):
     """Rows of requests, of which some can be kept out of others' hands."""
 
 
-class HybridMambaDecodeReqToTokenPool(KeptStates, engine.HybridMambaDecodeReqToTokenPool):
-    """Rows and state slots of the requests of a hybrid model, each counted."""
-
-
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
+
+    # An extra may put others in their place.
+    schedule_type, admission_type = Schedule, Admission
 
     def __init__(self, *args, **kwargs):
         """Adds what the engine's queue needs beside a cache."""
@@ -201,9 +198,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _init_radix(self, tree: DecodeRadixCache) -> None:
         self.has_radix, self.radix, self.tier = True, tree, tree.tier
         self.tier.know_live(self.live, lambda live: self.accounts.ahead(live))
-        if tree.windows is not None:
-            # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
-            self.max_total_num_tokens = tree.pool_size
         # A question does not hold up the scheduler here. When to ask again and to give up is the manager's to say.
         self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
@@ -217,11 +211,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 "between its nodes. Start all of them with the same options and SGLANG_PD_RADIX_EXTRAS."
             )
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
-        self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
+        self.memory = RequestMemory(tree, rows)
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
+        self.schedule = self.schedule_type(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         events = events_of(self.scheduler.server_args)
-        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks)
+        self.admission = self.admission_type(
+            tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks
+        )
         self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
 
     # ---- requests that come ----
@@ -246,7 +242,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _welcome(self, decode_req: DecodeRequest) -> None:
         """Make a new request known: to the tree and to the tier."""
-        # From here on the tree knows what is waited for.
         self.schedule.entry_of(decode_req)
         if not is_warmup(decode_req.req):
             self.rooms[decode_req.req.bootstrap_room] = decode_req
@@ -389,6 +384,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 class DecodeTransferQueue(engine.DecodeTransferQueue):
     """Transfers of a decode worker with a radix cache; without the flag, every method is the engine's own."""
 
+    # An extra may put another in its place.
+    policy_type = AdmissionPolicy
+
     def __init__(self, *args, **kwargs):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
@@ -401,7 +399,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             # The engine's way through the staging buffer knows of no prefix.
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
-            self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
+            self.policy = self.policy_type.of(self.scheduler.server_args, self.tree_cache)
             self.hooks = Hooks(DecodeHooks, self)
             self.policy.know(self.hooks)
 
@@ -450,7 +448,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 ended.append(decode_req.req)
                 self._set_aside(decode_req, released, decode_req.kv_receiver is None or is_warmup(decode_req.req))
             else:
-                # First: what it waits for no longer need not be looked for in the tree again.
+                # First: it waits no longer, and need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
@@ -484,7 +482,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed here or on another rank."""
-        # Of those that waited for it, the first becomes the leader of the others.
         self.policy.leave(decode_req.entry)
         if decode_req.entry is not None and decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)

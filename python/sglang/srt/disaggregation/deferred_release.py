@@ -14,7 +14,6 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_agreement import agreed_polls, is_alone
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.refusal import is_at_fault
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -67,16 +66,12 @@ def poll_transfers(
 
 
 def abort_transfer(decode_req: DecodeRequest) -> None:
-    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it.
-
-    Its client is answered 500; or 400, as prefill's is, where that has refused the request.
-    """
+    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
     req = decode_req.req
     reason = decode_req.failure_reason()
     message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
     logger.error(message)
-    status = HTTPStatus.BAD_REQUEST if is_at_fault(reason) else HTTPStatus.INTERNAL_SERVER_ERROR
-    prepare_abort(req, message, status_code=status)
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     decode_req.fail()
 
 
@@ -101,14 +96,14 @@ def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
 
 
 class _Delta(NamedTuple):
-    """Slots of a request beyond its prefix, int64, whole pages; and those of the window pool, 0 where there is none."""
+    """Slots of a request beyond its prefix, int64, whole pages; and what it has beside them, see `StateKind.held`."""
 
     slots: torch.Tensor
-    windows: torch.Tensor | None
+    beside: Any
 
 
 def flush_around(reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]) -> bool:
-    """Flush the pools of a worker that has no other requests; ``reqs`` keep row, state, delta and its window.
+    """Flush the pools of a worker that has no other requests; ``reqs`` keep row, delta and what is beside it.
 
     rows: the pool of these. flush: clears tree and pools; what it returns is returned, and if False nothing changes.
     """
@@ -124,7 +119,7 @@ def _delta(req: Req, rows: Any, tree: DecodeRadixCache) -> _Delta:
     page = tree.page_size
     end = pages(req.kv_allocated_len, page) * page
     slots = rows.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
-    return _Delta(slots, None if tree.windows is None else tree.windows.of(slots))
+    return _Delta(slots, tree.state.held(slots))
 
 
 def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
@@ -137,9 +132,7 @@ def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
     rows.reserve(req)
     rows.req_to_token[req.req_pool_idx, :length] = slots
     reserve(tree.pool, slots)
-    if tree.windows is not None and delta.windows is not None:
-        tree.windows.reserve(slots, delta.windows[:length])
-        req.swa_evicted_seqlen -= req.cache_protected_len
+    tree.state.reserve(req, slots, delta.beside)
     req.kv_allocated_len = req.kv_committed_len = length
     req.last_node, req.cache_protected_len = tree.root_node, 0
     tree.inc_lock_ref(req.last_node)

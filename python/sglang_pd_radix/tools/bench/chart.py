@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +19,28 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One line. Of several with the same ``name`` (runs of one variant) the first is in the legend."""
+    """One line. ``band``: (x, least, greatest) of what it is the median of."""
 
     name: str
     color: str
     points: Sequence[Point]
-    opacity: float = 1.0
     dashed: bool = False
+    band: Sequence[tuple[float, float, float]] = ()
+
+
+def median_line(name: str, color: str, runs: Sequence[Sequence[Point]], dashed: bool = False) -> Line:
+    """The median of runs that looked at different times, and the band of all; a run counts until its last point."""
+    import numpy
+
+    runs = [run for run in runs if run]
+    band, points = [], []
+    for x in numpy.linspace(min(r[0][0] for r in runs), max(r[-1][0] for r in runs), 121) if runs else ():
+        going = [run for run in runs if run[0][0] <= x <= run[-1][0]]
+        left = [float(numpy.interp(x, [p[0] for p in run], [p[1] for p in run])) for run in going]
+        if left:
+            points.append((float(x), statistics.median(left)))
+            band.append((float(x), min(left), max(left)))
+    return Line(name, color, points, dashed, band if len(runs) > 1 else ())
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,8 @@ class Bars:
 class Chart:
     """Lines, or one group of bars per entry of ``groups``.
 
-    top: the end of the y axis (default: what the data needs). mark: a horizontal line and what it is called.
+    note: below the title: of what, where, how often. top: the end of the y axis (default: what the data needs). mark: a
+    horizontal line and what it is called.
     """
 
     title: str
@@ -51,6 +69,7 @@ class Chart:
     log_x: bool = False
     top: float | None = None
     mark: tuple[float, str] | None = None
+    note: str = ""
 
     @property
     def empty(self) -> bool:
@@ -66,19 +85,19 @@ class Chart:
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pd-radix", "font.size": 9}):
             figure = Figure(figsize=(5.6, 3.0), layout="constrained")
             axes = figure.add_subplot()
-            named: set[str] = set()
             for line in self.lines:
                 points = self._drawn(line)
                 axes.plot(
                     [x for x, _ in points],
                     [y for _, y in points],
                     color=line.color,
-                    alpha=line.opacity,
                     linestyle="--" if line.dashed else "-",
-                    linewidth=1.4,
-                    label=None if line.name in named else line.name,
+                    linewidth=1.6,
+                    label=line.name,
                 )
-                named.add(line.name)
+                if line.band:
+                    xs, low, high = zip(*line.band, strict=True)
+                    axes.fill_between(xs, low, high, color=line.color, alpha=0.15, linewidth=0)
             width = 0.8 / max(1, len(self.bars))
             for i, bars in enumerate(self.bars):
                 places = [g + (i - (len(self.bars) - 1) / 2) * width for g in range(len(self.groups))]
@@ -89,12 +108,19 @@ class Chart:
                 axes.axhline(self.mark[0], color="#6b7280", linestyle=":", linewidth=1.2, label=self.mark[1])
             if self.log_x:
                 axes.set_xscale("log")
-            axes.set_title(self.title, loc="left", fontsize=10, fontweight="bold")
+            # Wrapped so that it fits in any font: what reads the file may not have ours.
+            figure.suptitle(self.title, x=0.015, ha="left", fontsize=10, fontweight="bold")
+            axes.set_title(
+                "\n".join(textwrap.wrap(self.note, 86, break_on_hyphens=False)),
+                loc="left",
+                fontsize=7.5,
+                color="#4b5563",
+            )
             axes.set(xlabel=self.x_label, ylabel=self.y_label)
             axes.set_ylim(0, self.top)
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(fontsize=8, frameon=False)
+            axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
             file = io.StringIO()
             figure.savefig(file, format="svg", metadata={"Date": None})
         # Not what XML parsers and linters of documents stumble over: trailing blanks.

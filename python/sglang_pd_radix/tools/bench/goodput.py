@@ -37,7 +37,7 @@ from .rates import (
     measure_given,
     search_all,
 )
-from .report import as_json
+from .report import as_json, caption
 from .workload import Request, Tokens, Workload
 
 if TYPE_CHECKING:
@@ -450,7 +450,7 @@ def _rate_told(measured: Search, share: float) -> str:
     return f"{right:.2f}" + (f" to below {wrong:.3g}" if wrong / right > PRECISION else "")
 
 
-def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
+def charts(entry: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Chart]:
     """By the name of the file: goodput over the rate, and what ITL is paid for requests per second."""
     trials = {name: [Trial(**t) for t in found] for name, found in entry["trials"].items()}
     more = iter(MORE_COLORS * len(trials))
@@ -463,19 +463,22 @@ def charts(entry: Mapping[str, Any]) -> dict[str, Chart]:
         ]
 
     slo = Slo(**entry["slo"])
+    note = caption(setting, entry, "each point is one run")
     return {
         "goodput": Chart(
-            f"({entry['key']}) requests/s within {slo}",
+            f"Requests/s within {slo}",
             "requests that come, per second",
             "within both, per second",
             lines(lambda t: t.rate, lambda t: t.good_per_s),
+            note=note,
         ),
         "itl": Chart(
-            f"({entry['key']}) ITL and requests/s",
+            "ITL and requests/s",
             "requests answered per second",
             "ITL mean, ms",
             lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s),
-            mark=(1e3 * slo.itl_s, "promised"),
+            mark=(1e3 * slo.itl_s, "target"),
+            note=note,
         ),
     }
 
@@ -510,7 +513,9 @@ def write(document: Mapping[str, Any], out: Path) -> list[Path]:
         "goodput.md": markdown(document),
     }
     for entry in document["workloads"]:
-        files |= {f"{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry).items()}
+        files |= {
+            f"{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry, document["setting"]).items()
+        }
     for name, text in files.items():
         write_whole(out / name, text)
     return [out / name for name in files]

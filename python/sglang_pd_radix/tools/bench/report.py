@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
 from . import breakdown, chats, parted
-from .chart import Bars, Chart, Line
+from .chart import Bars, Chart, Line, median_line
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
 
@@ -48,8 +48,8 @@ FIGURES = (
     Figure("tpot_p50_s", "TPOT p50, ms", 1e-3, 1),
     Figure("tpot_p99_s", "TPOT p99, ms", 1e-3, 1),
     Figure("sent_bytes", "KV sent, MiB", 2**20, 1),
-    Figure("sent_over_least", "KV sent / least possible", digits=3),
-    Figure("peak_over_least", "decode tokens held at most / least possible", digits=3),
+    Figure("sent_over_least", "KV sent / lower bound", digits=3),
+    Figure("peak_over_least", "decode tokens held at most / lower bound", digits=3),
     Figure("answering_mean", "requests being answered, mean", digits=1, good=""),
     Figure("running_max", "requests running on decode, most seen", digits=0, good=""),
     # What other guests of a shared machine disturb least.
@@ -75,7 +75,7 @@ MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
-OVER_LEAST = {"sent_over_least": "KV sent / least possible", "peak_over_least": "held at most / least possible"}
+OVER_LEAST = {"sent_over_least": "KV sent / lower bound", "peak_over_least": "held at most / lower bound"}
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -269,7 +269,7 @@ def answers(entry: Document) -> list[str]:
 
 def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of a chat's table by turn: medians over the runs. All sides have a column of first tokens."""
-    heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "least possible"]
+    heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "lower bound"]
     heading += [f"TTFT p50, ms, {name}" for name in entry["variants"]]
     rows = []
     first = pairs(entry)[0]
@@ -312,7 +312,7 @@ def sizes_line(entry: Document) -> str:
 LEGEND = (
     "Cells: median (least–greatest) over the runs. On / off is the median of the ratios of neighbouring runs, so it is "
     "not the ratio of the medians beside it; worst is the least favourable of them (in brackets where a cell has two "
-    "numbers). The least possible is computed from the workload. –: not known; "
+    "numbers). The lower bound is computed from the workload. –: not known; "
     f"a p99 needs at least {LEAST_FOR_P99} values."
 )
 _TURNS = "Runs of all sides took turns, {} of each; the first in odd runs was the last in even ones."
@@ -335,7 +335,12 @@ def markdown(document: Document) -> str:
         parts += [*answers(entry), *breakdown.notes(entry)]
         parts += [f"**{problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
-        parts.append(" ".join(f"![{chart.title}]({_picture(entry, name)})" for name, chart in charts(entry).items()))
+        parts.append(
+            " ".join(
+                f"![{chart.title}]({_picture(entry, name)})"
+                for name, chart in charts(entry, document["setting"]).items()
+            )
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -359,16 +364,22 @@ def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
     return [(percentile(values, p), p / 100) for p in (*range(0, 100), 99.5, 100)] if values else []
 
 
-def charts(entry: Document) -> dict[str, Chart]:
+def caption(setting: Mapping[str, Any], entry: Mapping[str, Any], often: str) -> str:
+    """What stands below the title of each chart: workload, model, machine and how often it was measured."""
+    model = " ".join(str(setting[key]) for key in ("model", "dtype") if key in setting)
+    return "; ".join(filter(None, (f"({entry['key']}) {entry['title']}", model, setting.get("machine", ""), often)))
+
+
+def charts(entry: Document, setting: Mapping[str, Any]) -> dict[str, Chart]:
     """The charts of one workload by name."""
     names = entry["variants"]
     runs = {name: [run for run in entry["runs"] if run["variant"] == name] for name in names}
     many = max(map(len, runs.values()))
-    faint = 1.0 if many == 1 else 0.45
+    often = f"n = {many} runs of {entry['requests']} requests a side"
 
-    def line(name: str, points: list[tuple[float, float]], opacity: float = 1.0) -> Line:
+    def line(name: str, points: list[tuple[float, float]]) -> Line:
         color, dash = _look(name, names)
-        return Line(name, color, points, opacity, dash)
+        return Line(name, color, points, dash)
 
     ttft = [line(n, _cumulative([1e3 * t for run in runs[n] for t in run["ttft_s"]])) for n in names]
     itl = []
@@ -377,12 +388,14 @@ def charts(entry: Document) -> dict[str, Chart]:
         steps = max(1, len(columns) - 1)
         itl.append(line(name, [(1e3 * sum(c) / len(c), i / steps) for i, c in enumerate(columns)]))
 
+    looks = [(name, *_look(name, names)) for name in names]
+
     def over_time(key: str, unit: float = 1.0) -> list[Line]:
         def points(run: Document) -> list[tuple[float, float]]:
             known = (s for s in run["series"] if s["s"] >= 0 and not math.isnan(s[key]))
             return [(s["s"], s[key] / unit) for s in known]
 
-        return [line(name, points(run), faint) for name in names for run in runs[name]]
+        return [median_line(name, color, [points(run) for run in runs[name]], dash) for name, color, dash in looks]
 
     pool = entry["sizes"]["pool"] * entry["sizes"].get("decode", 1)
     least = entry["runs"][0]["figures"]["least_pages_with_warm_up"] * entry["page_bytes"] / 2**20
@@ -394,7 +407,7 @@ def charts(entry: Document) -> dict[str, Chart]:
             "seconds",
             "MiB",
             over_time("sent_bytes", 2**20),
-            mark=(least, "least possible"),
+            mark=(least, "lower bound"),
         ),
         "running": Chart("Requests running on decode", "seconds", "requests", over_time("running")),
         "tokens": Chart(
@@ -412,10 +425,12 @@ def charts(entry: Document) -> dict[str, Chart]:
         sent = [
             Bars("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
             Bars("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
-            Bars("least possible", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
+            Bars("lower bound", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
         ]
         found["turns"] = Chart("KV sent per turn", "turn", "MiB", groups=turns, bars=sent)
-    return {name: chart for name, chart in found.items() if not chart.empty}
+    band = often + ("; line: median, band: least to greatest" if many > 1 else "")
+    notes = {name: caption(setting, entry, band if name in ("bytes", "running", "tokens") else often) for name in found}
+    return {name: replace(chart, note=notes[name]) for name, chart in found.items() if not chart.empty}
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -428,7 +443,7 @@ def write(document: Document, out: Path) -> list[Path]:
         "report.md": markdown(document),
     }
     for entry in document["workloads"]:
-        files |= {_picture(entry, name): chart.picture() for name, chart in charts(entry).items()}
+        files |= {_picture(entry, name): chart.picture() for name, chart in charts(entry, document["setting"]).items()}
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,16 +19,16 @@ from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.bootstrap_routes import (
     BootstrapRequests,
     RegisteredRanks,
-    add_routes,
     capabilities,
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
-from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
+from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -135,14 +135,29 @@ class CommonKVManager(engine.CommonKVManager):
         """Whether this worker's model has states beside its KV."""
         return bool(self.kv_args.state_data_ptrs)
 
+    def unfit(self, name: str) -> str | None:
+        """Why this prefill rank cannot write to the decode rank of this name, which has a radix cache; None if it can.
+
+        Where decode holds the whole prompt an extra knows what to write beside KV.
+        """
+        return "this prefill keeps more than KV, and runs without the extra hybrid" if self.has_state else None
+
     def _resolve_rank_mapping(self, info) -> None:
-        """Adds, with a radix cache, that a prefill of another TP size cannot be used where that would cut states."""
+        """Adds, with a radix cache, that a prefill of another TP size cannot be used where what is sent is not cut."""
         if self.has_radix:
             check_sizes(info)
             if info.attn_tp_size != self.attn_tp_size:
-                uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
-                check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.has_state, uneven)
+                check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.not_cut())
         super()._resolve_rank_mapping(info)
+
+    def not_cut(self) -> str | None:
+        """What cannot be cut of what this worker's model keeps.
+
+        KV buffers that differ in size: the engine cuts all as it cuts the first, and a draft model's may have other
+        heads.
+        """
+        uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
+        return "KV buffers of different sizes" if uneven else None
 
     def why_unreached(self, addr: str, since: float) -> str | None:
         """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer."""
@@ -245,18 +260,6 @@ class CommonKVManager(engine.CommonKVManager):
             self.end_room(room, reason)
         return peers
 
-    def refuse_room(self, room: int, reason: str, kept: bool = False) -> None:
-        """Answer decode's request for a room that is refused here, come or not. kept: `RefusedPairs` has it."""
-        with self.rooms.lock:
-            if not self.ends_rooms or self.rooms.holder(room) is not None:
-                return  # or it is another request's
-            # Without the flag decode understands no answer, and `RefusedPairs` gives it its one token.
-            if kept and (asked := self.transfer_infos.get(room)) and not names_prefix(asked.values()):
-                return
-            peers = self.end_failed_room(room, {}, reason)
-            self.forget(room)
-        self.tell_failure(room, peers, reason)
-
     # Whether rooms are ended here, which Mori does not. Attributes with an entry for each live room, or a set by peer.
     ends_rooms = False
     room_books: tuple[str, ...] = ENGINE_BOOKS
@@ -334,10 +337,14 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
             cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version
 
     def _setup_routes(self) -> None:
-        """Adds the routes of the decode prefix and of refused requests to the engine's."""
+        """Adds the route of the decode prefix to the engine's."""
         super()._setup_routes()
         self.ranks = RegisteredRanks()
-        add_routes(self.app, self._capabilities)
+
+        async def decode_prefix(request: web.Request) -> web.Response:
+            return web.json_response(await self._capabilities())
+
+        self.app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
 
     async def _handle_route_put(self, request: web.Request) -> web.StreamResponse:
         """Adds that it is noted what the rank that registers says of itself.
