@@ -83,6 +83,10 @@ def no_socket_to_a_peer_stays() -> Iterator[None]:
     wire_ends = sys.modules.get("wire_ends")
     while wire_ends is not None and wire_ends.MADE:
         wire_ends.close_sockets(wire_ends.MADE.pop())
+    common = sys.modules.get("sglang.srt.disaggregation.common.conn")
+    # The engine keeps its own for good, in a context with places for a thousand.
+    while common is not None and common.CommonKVReceiver._socket_cache:
+        common.CommonKVReceiver._socket_cache.popitem()[1].close(linger=0)
 
 
 def _restore_server_args() -> Iterator[None]:

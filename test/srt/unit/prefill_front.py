@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
 
 from sglang_pd_radix.tools.cluster import free_ports
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether somebody does."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -20,7 +27,7 @@ def bootstrap_server(
     (port,) = free_ports(1)
     running = server(host, port)
     end = time.monotonic() + 20
-    while nothing_listens(host, port):
+    while not listens(host, port):
         assert time.monotonic() < end
     yield port
     running.close()

@@ -25,12 +25,9 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import torch
-from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import peer_watch, prefill_peers
-from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
-from sglang.srt.disaggregation.common.wire import Request
+from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
@@ -42,14 +39,11 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req,
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from waiting import until
-from wire_ends import watching
 
 from sglang_pd_radix.tools.cluster import free_ports
 
 # The names of the patch file itself.
 CODE = vars(prefill_peers)
-NOTHING_LISTENS = prefill_peers.nothing_listens
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 # What the queues have others do for them.
 PARTS_OF_QUEUES = re.compile(r"sglang\.srt\.disaggregation\.(decode_\w+|admission_step|prefill_delta)$")
@@ -133,7 +127,7 @@ class Bench:
         # Another name of the same prefill, for those that go on when the first is lost.
         self.other_host = "localhost"
         self.manager.prefill_info_table[f"{self.other_host}:{self.port}"] = self.manager.prefill_info_table[address]
-        known = dataclasses.replace(self.manager.prefills.of(address), queued=True)
+        known = dataclasses.replace(self.manager.prefills.of(address), others={"queued": 1})
         self.manager.prefills.capabilities |= {address: known, f"{self.other_host}:{self.port}": known}
         self.address = address
         self.info = self.manager.prefill_info_table[address]
@@ -150,10 +144,8 @@ class Bench:
         self.dead = False
         self.gone = False
         self.numbers = iter(range(1000))
-        monkeypatch.setitem(CODE, "nothing_listens", lambda host, port: self.gone)
-        are_gone, lost = PeerSockets.are_gone, PeerSockets.lost
-        monkeypatch.setattr(PeerSockets, "are_gone", lambda sockets, peers: self.gone or are_gone(sockets, peers))
-        monkeypatch.setattr(PeerSockets, "lost", lambda sockets: self._lost(sockets) or lost(sockets))
+        are_gone = self.manager.are_gone
+        monkeypatch.setattr(self.manager, "are_gone", lambda ranks: self.gone or are_gone(ranks))
         self._note_pages(self.receiver_type)
         self._note_pages(FakeKVReceiver)
 
@@ -173,9 +165,6 @@ class Bench:
         )
         world.scheduler = world.queue.scheduler = world.transfer.scheduler = scheduler
         return scheduler
-
-    def _lost(self, sockets: PeerSockets) -> dict[tuple[str, int], Loss]:
-        return {peer.at: Loss(0.0, True) for peer in sockets._peers.values() if self.gone}
 
     def _note_pages(self, receiver_type: type) -> None:
         """Receivers remember which pages they named, which `World.deliver` and `World.check` ask."""
@@ -849,24 +838,7 @@ def timed(bench: Bench, *reqs: Req) -> float:
     return time.monotonic() - start
 
 
-@pytest.fixture
-def look(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ports are really looked at."""
-    monkeypatch.setitem(CODE, "nothing_listens", NOTHING_LISTENS)
-
-
-def test_a_prefill_that_refuses_connections_is_gone(bench: Bench, look: None):
-    """One never met: the engine asks it for 15 s."""
-    (port,) = free_ports(1)
-    reqs = [bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port) for _ in range(3)]
-    assert timed(bench, *reqs) < 12
-    assert "refuses connections" in reqs[0].finished_reason.message
-    # The next one need not find out anew.
-    assert timed(bench, bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)) < 12
-    bench.assert_books_closed()
-
-
-def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_prefill_that_does_not_answer_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The engine's scheduler stands still for five seconds at a time."""
     monkeypatch.setitem(CODE, "UNANSWERED_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -906,7 +878,7 @@ def test_of_those_that_wait_for_a_prefill_only_the_oldest_is_looked_at(bench: Be
     assert bench.finished[newer.rid] == 1
 
 
-def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """In the engine another page size ends the decode worker."""
 
     def other_page_size(manager: Any, addr: str) -> bool:
@@ -918,29 +890,6 @@ def test_a_prefill_that_does_not_fit_is_said_so(bench: Bench, look: None, monkey
     req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
     assert timed(bench, req) < 12
     assert "Page size mismatch" in req.finished_reason.message
-    bench.assert_books_closed()
-
-
-def test_the_requests_of_a_prefill_whose_processes_end_are_failed_at_once(bench: Bench, look: None):
-    """Those it has been asked for, and those that wait for memory; the engine takes ten seconds and more."""
-    asked_for, other = begun(bench), bench.arrive(bench.other_host)
-    manager = bench.manager
-    with socket.create_server(("127.0.0.1", 0)) as rank:
-        # What it was asked at before, and what it listens at now.
-        for key in [key for key in manager.connection_pool if key.startswith(bench.address + "_")]:
-            peers = [{**peer, "rank_port": rank.getsockname()[1]} for peer in manager.connection_pool[key]]
-            manager.connection_pool[key] = peers
-            bench.receiver(asked_for).bootstrap_infos = peers
-        # It was asked over this.
-        manager.connect_unwaiting(*rank.getsockname())
-    bench.dead = True
-    with watching(manager.peer_sockets, lambda: peer_watch.fail_lost_prefills(manager)):
-        assert timed(bench, asked_for) < 9
-        assert "Losing connection with prefill instance" in asked_for.finished_reason.message
-        assert not [key for key in manager.connection_pool if key.startswith(bench.address + "_")]
-        assert not bench.told(other)
-        bench.drain()
-    assert bench.finished[other.rid] == 1
     bench.assert_books_closed()
 
 
@@ -965,113 +914,6 @@ def test_a_prefill_that_is_lost_in_the_middle_of_a_handshake_stays_lost(bench: B
 # ---- how long it takes prefill to know that a decode worker is gone ----
 
 
-def heard_of(bench: Bench, *reqs: Req) -> None:
-    """Prefill has heard where these wait."""
-    rooms = {req.bootstrap_room for req in reqs}
-    bench.step_until(lambda: rooms <= bench.prefill.rooms.waiting.keys() | bench.prefill.transfer_infos.keys(), "word")
-
-
-@pytest.mark.parametrize("state", [shaken, short_of_memory, asked, begun, sent_in_part])
-def test_prefill_notices_that_a_decode_worker_is_gone(bench: Bench, state: Callable):
-    """Whatever decode had asked for; over NIXL the engine waits for as long as the client, and so does the router."""
-    req = state(bench)
-    if state is shaken:
-        bench.world.queue.end_step()
-    heard_of(bench, req)
-    half = bench.halves[req.rid]
-    watch = bench.prefill.decode_watch
-    # By hand: of all that prefill does, one look has to find it out.
-    peers = bench.prefill.peer_sockets
-    until(lambda: peers.look(0.01) or peers.reached, "the connection to it")
-    watch.check()
-    # On this side of the wire everything goes on; on the other nobody is left.
-    bench.gone = True
-    bench.receiver(req).poll = lambda: KVPoll.WaitingForInput
-    half.step()
-    bench.prefill.settle()
-    assert not half.ended
-    watch.check()
-    until(lambda: half.step() or bench.prefill.settle() or half.ended, "the end of its request")
-    assert "is gone" in half.sender.failure_reason()
-    rooms = bench.prefill.rooms
-    assert not rooms.live.keys() & {req.bootstrap_room} and not rooms.refused and not rooms.waiting
-
-
-def test_prefill_does_not_give_up_who_waits_for_memory(bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch):
-    """However long that takes: decode says again and again that they are there."""
-    rooms = bench.prefill.rooms
-    req = short_of_memory(bench)
-    heard_of(bench, req)
-    (before,) = rooms.waiting[req.bootstrap_room].values()
-    sender = bench.halves[req.rid].sender
-    sender.made_at -= 1e6
-    if kind.startswith("mooncake"):
-        # The engine's own clock.
-        sender.init_time -= 1e6
-    bench.step()
-    assert not bench.halves[req.rid].ended
-    monkeypatch.setattr(decode_handshakes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6))
-    bench.step()
-    bench.step_until(lambda: max(rooms.waiting[req.bootstrap_room].values()) > before, "the second word")
-    make_room(bench)
-    bench.drain()
-    assert bench.finished[req.rid] == 1
-    bench.assert_books_closed()
-
-
-@pytest.mark.parametrize("state", [short_of_memory, asked])
-def test_what_decode_has_never_heard_of_ends_on_prefill_in_time(bench: Bench, kind: str, state: Callable):
-    """The router's request never reached decode. Over NIXL the engine waits for as long as the client does.
-
-    Prefill knows of a decode worker that would say so from what waits there, and from what it has asked for.
-    """
-    heard = state(bench)
-    heard_of(bench, heard)
-    assert state is short_of_memory or not bench.prefill.rooms.waiting
-    lost = bench.arrive()
-    half = bench.halves[lost.rid]
-    bench.world.queue._forget([bench.entry(lost)])
-    half.step()
-    assert not half.ended
-    half.sender.made_at = time.monotonic() - bench.prefill.bootstrap_timeout - 1
-    if kind.startswith("mooncake"):
-        half.sender.init_time -= bench.prefill.bootstrap_timeout + 1
-    half.step()
-    assert half.ended and "timed out" in half.sender.failure_reason()
-
-
-def test_beside_decode_workers_without_the_flag_prefill_waits_for_what_they_may_hold(bench: Bench, kind: str):
-    """Such a worker says nothing of what waits there; as long as it asks for something now and then, anything may."""
-    if kind.startswith("mooncake"):
-        pytest.skip("the engine itself has a time-out here")
-    heard_of(bench, asked(bench))
-    lost = bench.arrive()
-    half = bench.halves[lost.rid]
-    bench.world.queue._forget([bench.entry(lost)])
-    half.sender.made_at -= 1e6
-    # One of them asks for another room.
-    info = dataclasses.replace(next(iter(next(iter(bench.prefill.transfer_infos.values())).values())))
-    info.room, info.dummy = 1 << 40, None
-    bench.prefill.inbox.take(Request(info.room, info.agent_name, info.agent_name, info))
-    half.step()
-    assert not half.ended
-    bench.prefill.rooms.silent_peer_at -= bench.prefill.bootstrap_timeout + 1
-    half.step()
-    assert half.ended and "timed out" in half.sender.failure_reason()
-    bench.prefill.forget(info.room)
-
-
-def test_without_the_flag_anywhere_prefill_waits_as_the_engine_does(bench: Bench, kind: str):
-    if kind.startswith("mooncake"):
-        pytest.skip("the engine itself has a time-out here")
-    for addr, known in bench.manager.prefills.capabilities.items():
-        bench.manager.prefills.capabilities[addr] = dataclasses.replace(known, queued=False)
-    req = short_of_memory(bench)
-    bench.halves[req.rid].sender.made_at -= 1e6
-    bench.step()
-    assert not bench.halves[req.rid].ended and not bench.prefill.rooms.waiting
-
-
 def test_what_comes_late_opens_no_book_again(bench: Bench):
     """A thread that reads messages, or watches prefills, has looked at a room just before the scheduler closes it."""
     req = begun(bench)
@@ -1080,20 +922,6 @@ def test_what_comes_late_opens_no_book_again(bench: Bench):
     room = req.bootstrap_room
     bench.manager.fail_room(room, "too late")
     bench.manager.update_status(room, KVPoll.Success)
-    bench.assert_books_closed()
-
-
-def test_a_firewall_that_refuses_in_place_of_decode_fails_nobody(bench: Bench):
-    """Over NIXL prefill has never had to connect to decode."""
-    bench.gone = True
-    req = short_of_memory(bench)
-    heard_of(bench, req)
-    for _ in range(3):
-        bench.prefill.decode_watch.check()
-    bench.gone = False
-    make_room(bench)
-    bench.drain()
-    assert bench.finished[req.rid] == 1
     bench.assert_books_closed()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from engine_classes import engine_class
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
@@ -230,7 +231,7 @@ class World:
         monkeypatch.setattr(common, "get_local_ip_auto", lambda: "127.0.0.1")
         monkeypatch.setattr(NixlKVManager, "register_to_bootstrap", lambda manager: None)
         monkeypatch.setattr(
-            NixlKVReceiver,
+            engine_class(common.CommonKVReceiver),
             "_get_bootstrap_info_from_server",
             lambda receiver, dp, cp, tp, pp: {
                 "rank_ip": "127.0.0.1",

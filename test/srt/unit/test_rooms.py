@@ -125,46 +125,9 @@ def test_the_books_stay_small_and_agree(steps: list[tuple[str, int]]) -> None:
             assert len(rooms.ended) <= 3 and len(rooms.refused) <= 3
 
 
-def test_of_a_lost_decode_those_fail_that_are_here() -> None:
-    rooms = Rooms()
-    for room in (1, 2, 4):
-        rooms.begin(room, sender(room))
-    rooms.refuse(2, "no such agent")
-    rooms.end(4)
-    rooms.lose_decode([1, 2, 3, 4], "decode is gone")
-    # The second has its reason already, the third never came, and the fourth has ended.
-    assert rooms.refused == {1: "decode is gone", 2: "no such agent"}
-    assert [one.bootstrap_room for one in rooms.given_up] == [1]
-
-
-def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    rooms = Rooms()
-    assert rooms.silent_s(1, since=40.0) == 0.0, "no decode worker that would say so has been heard of"
-    rooms.note_waiting(1, "a", 1)
-    assert rooms.silent_s(1, since=40.0) == 0.0
-    now[0] = 107.0
-    assert rooms.silent_s(1, since=40.0) == 7.0
-    # Another rank of it still waits.
-    rooms.note_waiting(1, "b", 1)
-    now[0] = 110.0
-    assert rooms.silent_s(1, since=40.0) == 3.0
-    # Its request came later; and any may wait where nobody says so.
-    assert rooms.silent_s(1, since=109.0) == 1.0
-    rooms.silent_peer_at = 108.0
-    assert rooms.silent_s(1, since=40.0) == 2.0
-    assert rooms.silent_s(2, since=90.0) == 2.0
-    rooms.end(1)
-    assert 1 not in rooms.waiting
-    rooms.note_waiting(1, "a", 1)
-    assert 1 not in rooms.waiting, "a word that comes too late"
-
-
 def test_who_speaks_is_looked_after() -> None:
     spoken: list[tuple[str, int]] = []
     rooms = Rooms(lambda host, port: spoken.append((host, port)))
-    assert not rooms.hears_of_waiting
+    assert not rooms.has_met_flag
     rooms.note_peer("a", 1)
-    rooms.note_waiting(1, "a", 2)
-    assert spoken == [("a", 1), ("a", 2)] and rooms.hears_of_waiting
+    assert spoken == [("a", 1)] and rooms.has_met_flag

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from weakref import ref
 
 import pytest
 import test_mooncake_wire
 import test_nixl_wire
-from sglang.srt.disaggregation import decode_handshakes
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import delta_receiver
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.outbound import NotTaken
@@ -23,57 +18,16 @@ from sglang.srt.disaggregation.common.prefill_peers import Capabilities, parse_c
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
-from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from waiting import until
-from wire_ends import close_sockets
 
 WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
-
-
-@pytest.mark.parametrize("backend", WORLDS)
-def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: pytest.MonkeyPatch, backend: str):
-    """The watch of peers closes sockets to those that are gone; this one is not, and nor is the rank behind it."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")
-    monkeypatch.setattr(delta_receiver, "TELL_AGAIN_S", 0.0)
-    world: Any = WORLDS[backend](monkeypatch, prefill_tp=2)
-    request = world.request(1, 24, 8).start_prefill().start_decode().ask()
-    request.wait_senders(KVPoll.WaitingForInput)
-    (receiver,) = request.receivers
-    receiver.fenced = True
-    first = receiver.bootstrap_infos[0]["rank_port"]
-    sockets, asked = receiver.kv_mgr.peer_sockets, []
-    get = sockets._get
-
-    def lose(endpoint: str, *args: Any) -> Any:
-        found = get(endpoint, *args)
-        asked.append(endpoint)
-        # Once to make sure of it, and once to send.
-        if endpoint.endswith(f":{first}") and asked.count(endpoint) == 2:
-            close_sockets(sockets)
-        return found
-
-    monkeypatch.setattr(sockets, "_get", lose)
-    receiver.fail("decode gives it up")
-    assert receiver.poll() == KVPoll.Failed
-    receiver.cancel()
-    assert [peer["rank_port"] for peer in receiver.state.untold] == [first]
-
-    def quiet() -> bool:
-        for rank in world.prefill:
-            rank.manager.settle()
-        for sender in request.senders:
-            sender.poll()
-        return receiver.writers_done()
-
-    until(quiet, "both ranks have answered")
-    assert all(sender.has_failed() for sender in request.senders)
 
 
 def shaken_hands(world: Any) -> None:
     """Decode has asked prefill what it can do."""
     manager = world.decode[0].manager
-    answer = asyncio.run(capabilities(1, 1, True, RegisteredRanks().timeouts()))
+    answer = asyncio.run(capabilities(1, 1, RegisteredRanks().timeouts()))
     manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer))
 
 
@@ -139,203 +93,6 @@ def test_pages_are_kept_for_as_long_where_an_error_hides_whether_prefill_writes(
         entry: Any = SimpleNamespace(kv_receiver=receiver, lose=errors.append, failed_at=time.monotonic() - ago)
         assert DecodeRequest.writers_done(entry) == done
     assert len(errors) == 3
-
-
-class Waits:
-    """A request that waits on decode for prefill ``addr``; when that was told of it, by the clock of the test."""
-
-    def __init__(self, clock: Any, manager: Any, room: int, addr: str = test_nixl_wire.ADDR):
-        self.kv_receiver = NixlKVReceiver(manager, addr, room)
-        self.kv_receiver.init(0)
-        assert self.kv_receiver.poll() == KVPoll.WaitingForInput
-        self.told: list[float] = []
-        self.kv_receiver._send_to = lambda peer, frames: self.told.append(clock.now)
-
-    def lose(self, error: Exception | str) -> None:
-        raise AssertionError(error)
-
-
-class Telling:
-    """Decode's words to prefills, step by step of 0.25 s and 4 words; every second request waits for the second."""
-
-    SECOND, STEP_S = "10.0.0.10:8998", 0.25
-    # Words in a step.
-    most = 4
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, first_s: int, second_s: int):
-        """first_s, second_s: the prefills' SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT."""
-        monkeypatch.setattr(decode_handshakes, "ANNOUNCEMENTS", 4)
-        self.manager = test_nixl_wire.World(monkeypatch).decode[0].manager
-        monkeypatch.setattr(decode_handshakes, "time", self)
-        table, known = self.manager.prefill_info_table, self.manager.prefills.capabilities
-        table[self.SECOND] = table[test_nixl_wire.ADDR]
-        for addr, seconds in ((test_nixl_wire.ADDR, first_s), (self.SECOND, second_s)):
-            known[addr] = Capabilities(version=1, queued=True, bootstrap_timeout=seconds)
-        self.now = self.began = time.monotonic()
-        self.announcements: Any = decode_handshakes.Announcements(300 / 4)
-        self.first = [self.arrive() for _ in range(60)]
-        self.second = [self.arrive(self.SECOND) for _ in range(60)]
-        self.waiting = [request for both in zip(self.first, self.second, strict=True) for request in both]
-        for request in self.waiting:
-            self.announcements.add(request)
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def arrive(self, addr: str = test_nixl_wire.ADDR) -> Any:
-        return Waits(self, self.manager, len(self.manager.request_status) + 1, addr)
-
-    def step(self, seconds: float) -> int:
-        """Returns in how many steps prefills were told of anything."""
-        telling = 0
-        for _ in range(int(seconds / self.STEP_S)):
-            before = self._words()
-            self.announcements.announce(self.waiting)
-            words = self._words() - before
-            assert words <= self.most
-            telling += words > 0
-            self.now += self.STEP_S
-        return telling
-
-    def _words(self) -> int:
-        return sum(len(request.told) for request in (*self.first, *self.second))
-
-    def unheard_s(self, requests: list[Any]) -> float:
-        """The longest for which a prefill has not heard of one of ``requests``."""
-        each = [[self.began, *request.told, self.now] for request in requests]
-        return max(later - before for told in each for before, later in pairwise(told))
-
-
-def test_prefill_hears_of_what_waits_before_its_own_time_is_over(monkeypatch: pytest.MonkeyPatch):
-    """It failed what waited for memory after its 30 s; decode says so every quarter of what it takes to be right.
-
-    Words began at the head of the queue again before its end had had its turn, so what was far behind was never told.
-    """
-    telling = Telling(monkeypatch, 300, 80)
-    telling.step(620)
-    # As long as it takes to tell of all that are due, beside a quarter of the time.
-    assert telling.unheard_s(telling.second) < 80 / 4 + 32 < 80
-    assert telling.unheard_s(telling.first) < 300 / 4 + 32
-    # And no more often than that.
-    assert max(len(request.told) for request in telling.first) <= 1 + 620 / 75
-    assert max(len(request.told) for request in telling.second) <= 1 + 620 / 20
-
-
-def test_a_prefill_of_little_patience_is_at_nobody_elses_expense(monkeypatch: pytest.MonkeyPatch):
-    """Its requests are more than can be told of in its time; once it has none, words are as rare as without it."""
-    telling = Telling(monkeypatch, 300, 2)
-    # All that wait, twice in its half second.
-    telling.most = 120
-    telling.step(320)
-    assert telling.unheard_s(telling.first) < 300 / 4 + 10
-    newcomer = telling.arrive()
-    telling.first.append(newcomer)
-    telling.waiting.append(newcomer)
-    telling.announcements.add(newcomer)
-    telling.step(telling.STEP_S)
-    assert newcomer.told
-    telling.waiting = [*telling.first]
-    telling.step(2)
-    assert telling.step(300) <= 4 * len(telling.first)
-    assert telling.unheard_s(telling.first[:-1]) < 300 / 4 + 10
-    assert [*telling.announcements.listeners] == [test_nixl_wire.ADDR]
-
-
-def test_those_whose_hands_are_not_shaken_hold_up_no_words_of_others(monkeypatch: pytest.MonkeyPatch):
-    telling = Telling(monkeypatch, 40, 300)
-    # Of all that wait, twice in the ten seconds of the first.
-    telling.most = 6
-    silent = telling.first[1:]
-    for request in silent:
-        request.kv_receiver.bootstrap_infos = None
-    telling.step(320)
-    assert not any(request.told for request in silent)
-    assert telling.unheard_s(telling.first[:1]) < 40 / 4 + 1
-    assert telling.unheard_s(telling.second) < 300 / 4 + 40
-    for request in silent:
-        request.kv_receiver.bootstrap_infos = telling.first[0].kv_receiver.bootstrap_infos
-    telling.step(20)
-    assert all(request.told for request in silent)
-
-
-@pytest.mark.parametrize("step_s", [0.001, 0.02, 2, 15])
-def test_words_are_spread_over_steps_and_fall_behind_in_none(monkeypatch: pytest.MonkeyPatch, step_s: float):
-    """256 requests of a prefill with four ranks took 13.5 ms of one step."""
-    monkeypatch.setattr(decode_handshakes, "time", clock := SimpleNamespace(now=time.monotonic()))
-    clock.monotonic = lambda: clock.now
-    manager = test_nixl_wire.World(monkeypatch, prefill_tp=4).decode[0].manager
-    manager.prefills.capabilities[test_nixl_wire.ADDR] = Capabilities(version=1, queued=True, bootstrap_timeout=300)
-    waiting: Any = [Waits(clock, manager, room) for room in range(1, 257)]
-    announcements: Any = decode_handshakes.Announcements(300 / 4)
-    for request in waiting:
-        announcements.add(request)
-    began, sent, words, all_told = clock.now, 0, [], 0.0
-    while clock.now < began + 150:
-        announcements.announce(waiting)
-        words.append(sum(len(request.told) for request in waiting) - sent)
-        sent += words[-1]
-        all_told = all_told or (all(request.told for request in waiting) and clock.now - began)
-        # Nobody is told in between steps, and nothing is due for long.
-        clock.now += step_s if not all_told else max(step_s, 0.1)
-    # What is due in a long step beside what a short one takes, four words each.
-    assert max(words) <= 16 + 4 * (1 + 2 * 256 * max(step_s, 0.1) / 75)
-    assert 0 < all_told <= max(64 * step_s, 75 / 2 + step_s)
-    for request in waiting:
-        each = [began, *request.told, clock.now]
-        assert max(later - before for before, later in pairwise(each)) < 2 * 75 < 300
-
-
-def test_what_has_ended_is_not_kept_to_be_told_of_again(monkeypatch: pytest.MonkeyPatch):
-    telling = Telling(monkeypatch, 300, 300)
-    telling.step(40)
-    assert all(request.told for request in telling.waiting)
-    gone = [ref(request) for request in telling.waiting]
-    telling.waiting, telling.first, telling.second = [], [], []
-    gc.collect()
-    assert not any(request() for request in gone)
-    telling.step(150)
-    assert not telling.announcements.listeners
-
-
-@pytest.mark.parametrize("deaf", [0, 1])
-def test_a_prefill_rank_that_takes_no_word_is_told_soon_and_keeps_none_from_the_others(
-    monkeypatch: pytest.MonkeyPatch, deaf: int
-):
-    """It stands still with its queue full, and when it goes on has soon read what others waited for."""
-    monkeypatch.setattr(decode_handshakes, "time", clock := SimpleNamespace(now=time.monotonic()))
-    clock.monotonic = lambda: clock.now
-    manager = test_nixl_wire.World(monkeypatch, prefill_tp=2).decode[0].manager
-    manager.prefills.capabilities[test_nixl_wire.ADDR] = Capabilities(version=1, queued=True, bootstrap_timeout=300)
-    request = Waits(clock, manager, 1)
-    ports = [peer["rank_port"] for peer in request.kv_receiver.bootstrap_infos]
-    told: dict[int, list[float]] = {port: [] for port in ports}
-    stands_still = True
-
-    def send(peer: dict, frames: list[bytes]) -> None:
-        if stands_still and peer["rank_port"] == ports[deaf]:
-            raise NotTaken("its queue is full")
-        told[peer["rank_port"]].append(clock.now)
-
-    request.kv_receiver._send_to = send
-    announcements: Any = decode_handshakes.Announcements(300 / 4)
-    announcements.add(request)
-
-    def step(seconds: float) -> float:
-        for _ in range(int(4 * seconds)):
-            announcements.announce([request])
-            clock.now += 0.25
-        return clock.now
-
-    woke_at = step(80)
-    assert len(told[ports[1 - deaf]]) == 2 and not told[ports[deaf]]
-    stands_still = False
-    step(3)
-    assert len(told[ports[deaf]]) == 1 and told[ports[deaf]][0] < woke_at + 3
-    step(60)
-    assert len(told[ports[deaf]]) == 1, "once is enough"
-    step(30)
-    assert len(told[ports[deaf]]) == 2 and len(told[ports[1 - deaf]]) == 3
-    assert not announcements.listeners[test_nixl_wire.ADDR].missed
 
 
 @pytest.mark.parametrize(

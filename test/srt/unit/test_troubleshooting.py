@@ -167,7 +167,7 @@ def signed_elsewhere() -> str:
 
 
 def unreached(is_known: bool) -> str:
-    peers = SimpleNamespace(_refusing={}, _unusable={})
+    peers = SimpleNamespace(_unusable={})
     return PrefillPeers.why_unreached(peers, "10.9.8.7:8998", time.monotonic() - 70, is_known, 60)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,30 +11,32 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.common import handshakes
-from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from typing_extensions import Self
 from waiting import until
 
 # Those of the workers that tests have made. Each closes them in the end.
-MADE: list[PeerSockets] = []
+MADE: list[Any] = []
 
 
 def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no thread watch peers, and have what a scheduler leaves to threads done before it looks for it."""
     # These threads outlive the test.
     monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "100000")
-    monkeypatch.setattr(PeerSockets, "start", lambda sockets, check: MADE.append(sockets))
+    # Of the extra that watches peers, where that runs.
+    watch = sys.modules.get("sglang.srt.disaggregation.common.peer_sockets")
+    if watch is not None:
+        monkeypatch.setattr(watch.PeerSockets, "start", lambda sockets, check: MADE.append(sockets))
     monkeypatch.setattr(handshakes, "in_background", lambda work, name: work())
 
 
-def close_sockets(sockets: PeerSockets) -> None:
+def close_sockets(sockets: Any) -> None:
     """All that lead to peers."""
     for key, peer in list(sockets._peers.items()):
         sockets._drop(key, peer)
 
 
 @contextmanager
-def watching(sockets: PeerSockets, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+def watching(sockets: Any, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """What a worker's thread does, for as long as this lasts."""
     over = threading.Event()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.peer_sockets import Loss
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.lost_requests import LostReqs
 from sglang.srt.disaggregation.refused_pairs import AskedReqs
@@ -23,7 +22,9 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pre
 
 def lose(loop: PrefillLoop, room: int = ROOM, rank: int = 0) -> None:
     """Its decode worker is gone, and a rank of prefill has seen that."""
-    loop.wire.prefill[rank].manager.rooms.lose_decode([room], "decode is gone")
+    rooms = loop.wire.prefill[rank].manager.rooms
+    if room in rooms.live and room not in rooms.refused:
+        rooms.give_up(room, "decode is gone")
 
 
 def lose_during(loop: PrefillLoop, step: int) -> None:
@@ -111,29 +112,6 @@ def test_each_rank_notes_a_failure_once(loop: PrefillLoop, monkeypatch: pytest.M
     loop.run(8)
     assert len(counted) == loop.ranks.size
     assert any("decode is gone" in message for message in counted)
-
-
-def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """Also while something is still being written to it: the watch looks again, and counted and told it once more."""
-    loop.arrive(100, ROOM)
-    loop.wire.wire.held = True
-    manager = loop.wire.prefill[0].manager
-    gone: set = set()
-    lost: list[int] = []
-    monkeypatch.setattr(manager.peer_sockets, "lost", lambda: dict.fromkeys(gone, Loss(0.0, True)))
-    monkeypatch.setattr(manager.decode_watch, "_on_lost", lambda: lost.append(len(gone)))
-    askers = manager._askers(ROOM)
-    manager.peer_sockets.reached |= askers
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank == 0 and len(scheduler.steps) >= 2:
-            gone.update(askers)
-            manager.decode_watch.check()
-
-    loop.before = before
-    loop.run(10)
-    assert len(lost) == len(askers) > 0
-    assert_ends(loop, 4, "is gone: it refuses connections")
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -21,7 +21,8 @@ def test_a_prefill_tells_all_that_it_loses_in_one_step_at_once(monkeypatch, over
 
     def during(scheduler) -> None:
         if len(scheduler.steps) == 2:
-            loop.wire.prefill[0].manager.rooms.lose_decode(rooms, "decode is gone")
+            for room in rooms:
+                loop.wire.prefill[0].manager.rooms.give_up(room, "decode is gone")
 
     loop.during = during
     loop.run(8)
@@ -46,7 +47,7 @@ def test_a_turn_of_a_prefill_asks_no_sender_that_goes_on(monkeypatch):
             sender, "failure_reason", lambda why=why, req=req: asked.append(req.bootstrap_room) or why()
         )
     assert scheduler.lost_requests() == {} and asked == []
-    loop.wire.prefill[0].manager.rooms.lose_decode([7002], "decode is gone")
+    loop.wire.prefill[0].manager.rooms.give_up(7002, "decode is gone")
     reqs[3].disagg_kv_sender.state.due_at = 0.0
     reqs[4].disagg_kv_sender.fail("its own reason")
     lost = scheduler.lost_requests()
@@ -61,7 +62,8 @@ def test_a_prefill_tells_all_that_fail_before_their_turn_at_once(monkeypatch):
     rooms = [*range(7001, 7006)]
     for room in rooms:
         loop.arrive(8, room, asked=False)
-    loop.wire.prefill[0].manager.rooms.lose_decode(rooms, "decode is gone")
+    for room in rooms:
+        loop.wire.prefill[0].manager.rooms.give_up(room, "decode is gone")
     loop.ranks.rank.number = 0
     _, failed = loop.schedulers[0].disagg_prefill_bootstrap_queue.pop_bootstrapped(True)
     assert len(failed) == 5 and [len(message.rids) for message in messages if message.rids] == [5]

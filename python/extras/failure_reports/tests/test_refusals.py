@@ -11,9 +11,9 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 import zmq
 from engine_classes import engine_class
+from prefill_front import listens
 from sglang.srt.disaggregation import peer_calls, refusal, refused_pairs
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.peer_liveness import nothing_listens
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -48,7 +48,7 @@ def several_tokenizers(tmp_path_factory):
         scheduler = zmq.Context.instance().socket(zmq.PULL)
         scheduler.setsockopt(zmq.RCVTIMEO, 20000)
         scheduler.connect(ports.scheduler_input_ipc_name)
-        until(lambda: not nothing_listens("127.0.0.1", port), "its bootstrap server", timeout=20)
+        until(lambda: listens("127.0.0.1", port), "its bootstrap server", timeout=20)
         yield f"127.0.0.1:{port}", scheduler
     router.disaggregation_bootstrap_server.close()
     router._loop.call_soon_threadsafe(router._loop.stop)

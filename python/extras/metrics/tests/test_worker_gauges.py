@@ -544,7 +544,7 @@ def test_the_cause_that_a_message_names(reason, cause):
 
 def test_every_reason_that_this_package_gives_has_a_cause():
     """By the names of what notes them, as in test_troubleshooting."""
-    reasons = handed(("fail", "lose", "record_failure", "fail_room", "lose_decode"), PATCH)
+    reasons = handed(("fail", "lose", "record_failure", "fail_room"), PATCH)
     assert len(reasons) > 10
     unnamed = {
         reason.text.replace(HOLE, "1") for reason in reasons if cause_of(reason.text.replace(HOLE, "1")) == OTHER

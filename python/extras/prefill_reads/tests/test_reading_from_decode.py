@@ -252,7 +252,7 @@ def test_a_request_that_ends_while_it_is_read(loop: ReadLoop, how: str):
         elif how == "computed by decode":
             scheduler.drop_computed(ROOM)
     if how == "decode gone":
-        loop.wire.prefill[0].manager.rooms.lose_decode([ROOM], "decode is gone")
+        loop.wire.prefill[0].manager.rooms.give_up(ROOM, "decode is gone")
     elif how == "given up":
         for rank in loop.wire.prefill:
             rank.manager.rooms.give_up(ROOM)

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.disaggregation.common import drafts
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
 from sglang.srt.mem_cache import cache_support
-from test_every_state import Bench, bench, kind, look, timed  # noqa: F401
+from test_every_state import Bench, bench, kind, timed  # noqa: F401
 from test_flag import DECODE, FLAG, parse  # noqa: F401
 from test_hybrid_options import parse_hybrid  # noqa: F401
 from test_prefill_answers import ask
@@ -65,7 +65,6 @@ def test_one_that_speculates_otherwise_is_of_no_use():
 @pytest.mark.parametrize("theirs, own", [(None, "EAGLE"), ("EAGLE", None), ("another draft", "EAGLE3")])
 def test_a_prefill_that_does_not_speculate_alike_is_said_so(
     bench: Bench,  # noqa: F811
-    look: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     theirs: str | None,
     own: str | None,

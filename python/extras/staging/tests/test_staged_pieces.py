@@ -21,7 +21,6 @@ from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import staging_buffer
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
-from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake import staging_wire as wire
@@ -30,9 +29,6 @@ from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 from test_mooncake_wire import HEADS, LAYERS, assert_landed, give_up, push, reasons, wait_quiet
 from test_prefill_answers import Ranks
 from waiting import until
-from wire_ends import watching
-
-from sglang_pd_radix.tools.cluster import free_ports
 
 
 class World(test_mooncake_wire.World):
@@ -180,8 +176,8 @@ def test_writes_by_way_of_staging_that_fail_are_not_tried_for_each_request(monke
     world = staged(monkeypatch, 1, 2, pieces=32)
     tried: list[str] = []
     library = world.prefill[0].library
-    # Nor does its pause end, however long this takes.
-    monkeypatch.setattr(world.prefill[0].manager.failed_sessions, "_clock", lambda: 100.0)
+    # The engine's: none is tried again, however long this takes.
+    world.prefill[0].manager.failed_sessions = set()
     write = library.batch_transfer_sync
     requests = [world.request(room, 4, 0, aux=room).bootstrap() for room in range(1, 5)]
 
@@ -267,13 +263,8 @@ def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
     request.send()
     time.sleep(0.3)
     request.wait_senders(KVPoll.WaitingForInput)
-    (port,) = free_ports(1)
-    for info in request.senders[0].state.asked.values():
-        info.dst_port = port
-    sockets = world.prefill[0].manager.peer_sockets
-    sockets.watch("127.0.0.1", port)
-    with watching(sockets):
-        request.wait_senders(KVPoll.Failed)
+    monkeypatch.setattr(world.prefill[0].manager, "are_gone", lambda ranks: True)
+    request.wait_senders(KVPoll.Failed)
     assert "which was to grant staging memory, is gone" in reasons(request.senders)[0]
     world.close()
 
@@ -396,20 +387,24 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
     world = staged(monkeypatch, 2, 1, pieces=2)
     told, ending = threading.Event(), threading.Event()
     stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
-    tell, close_books = PeerSockets.send, ends.receivers[0]._forget_room
+    (decode,), close_books = world.decode, ends.receivers[0]._forget_room
+    connect = decode.manager.connect_unwaiting
 
-    def cannot(sockets: PeerSockets, endpoint: str, is_ipv6: bool, waits: bool, frames: list[bytes], flags: int) -> Any:
-        if mooncake_staging.GRANT not in frames:
-            return tell(sockets, endpoint, is_ipv6, waits, frames, flags)
-        told.set()
-        assert ending.wait(30)
-        raise zmq.Again
+    def cannot(host: str, port: int) -> Any:
+        def send_multipart(frames: list[bytes]) -> Any:
+            if mooncake_staging.GRANT not in frames:
+                return connect(host, port).send_multipart(frames)
+            told.set()
+            assert ending.wait(30)
+            raise zmq.Again
+
+        return SimpleNamespace(send_multipart=send_multipart)
 
     def close() -> None:
         ending.set()
         close_books()
 
-    monkeypatch.setattr(PeerSockets, "send", cannot)
+    monkeypatch.setattr(decode.manager, "connect_unwaiting", cannot)
     ends.receivers[0]._forget_room = close
     scheduler = threading.Thread(target=lambda: told.wait(30) and ends.receivers[0].end(), daemon=True)
     scheduler.start()
@@ -534,3 +529,37 @@ def test_a_backend_without_pieces_says_so(monkeypatch) -> None:
             Ranks(port, 1).register(0)
             answer = requests.get(f"http://127.0.0.1:{port}/decode_prefix", timeout=30).json()
             assert answer["pieces"] == said
+
+
+def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch) -> None:
+    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+    prefill = push(world.prefill[0])
+    for frames in (
+        [b"WATERMARK"],
+        [b"WATERMARK", b"1", b"x", b"session"],
+        [b"WATERMARK", b"1", b"2", b"\xff"],
+        [b"STAGING_RSP", b"1", b"0", b"0", b"0", b"session"],
+        [b"STAGING_RSP", b"1", b"0", b"", b"0", b"0", b"session"],
+    ):
+        prefill.send_multipart(frames)
+    request = world.request(1, 24, 4).bootstrap().send()
+    request.finish()
+    request.assert_landed()
+    world.close()
+
+
+def test_decode_says_once_that_it_uses_no_staging_buffer(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A prefill with staging buffers asks for each chunk, and then sends without."""
+    world = World(monkeypatch)
+    request, decode = world.request(1, 10, 4).bootstrap(), push(world.decode[0])
+    for frames in (
+        [b"STAGING_REQ", b"1", b"0", b"2", b"127.0.0.1:1"],
+        [b"STAGING_REQ", b"1", b"1", b"2", b"127.0.0.1:1"],
+        [b"CHUNK_READY", b"1"],
+    ):
+        decode.send_multipart(frames)
+    until(lambda: "which this worker does not use" in caplog.text, "the messages are read", lambda: caplog.text)
+    assert caplog.text.count("uses staging buffers") == 1
+    request.send().finish()
+    request.assert_landed()
+    world.close()

@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.decode_agreement import Ranks
 from sglang.srt.disaggregation.decode_allocation import RequestMemory
 from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_handshakes import (
-    Announcements,
     LiveRooms,
     fail_unreached,
     poll_handshake,
@@ -40,7 +39,6 @@ from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.step_in_flight import Fence
 from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
-from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 
@@ -204,7 +202,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
-        self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
@@ -244,9 +241,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._welcome(self.queue[-1])
 
     def _welcome(self, decode_req: DecodeRequest) -> None:
-        """Make a new request known: to the tree, to its prefill and to the tier."""
+        """Make a new request known: to the tree and to the tier."""
         self.schedule.entry_of(decode_req)
-        self.announcements.add(decode_req)
         if not is_warmup(decode_req.req):
             self.rooms[decode_req.req.bootstrap_room] = decode_req
             self.fetch(decode_req)
@@ -283,11 +279,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         """Ask prefills that could not be asked for a step in flight, whose result has now been processed."""
         if self.has_radix:
             self.admission.deltas.ask_deferred(self.transfer_queue.queue)
-
-    def end_step(self) -> None:
-        """Tell prefills of the requests that wait here. Not of those admitted in their first step."""
-        if self.has_radix:
-            self.announcements.announce(self.queue)
 
     def pop_preallocated(self, rids_to_check: list[str] | None = None):
         """Replaces the engine's admission, which allocates whole prompts: match, lock, allocate and ask for the delta.
@@ -521,7 +512,7 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
     """Turns of a decode worker's loop: the step of its queues, and the batch that comes out of them."""
 
     def process_decode_queue(self) -> None:
-        """Adds what begins and ends a step of the queue.
+        """Adds what begins a step of the queue.
 
         Transfers end and failures are told also while retracted requests wait for memory. The engine looks at neither
         until all of these are back: if what they wait for is held by transfers, both wait for ever.
@@ -532,4 +523,3 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
         if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
             queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
-        queue.end_step()

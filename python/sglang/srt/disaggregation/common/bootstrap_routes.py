@@ -135,14 +135,13 @@ def _version(said: Any) -> str:
 async def capabilities(
     version: int,
     cp_size: int | None,
-    queued: bool,
     said_by_ranks: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What this prefill can do, as it tells decode.
 
     version: of the decode prefix that its transfer backend and all its ranks understand. cp_size: of attention, None
-    before they have all registered. queued: whether the backend hears from decode what waits there. said_by_ranks:
-    with `RegisteredRanks.timeouts`. Raises HTTPServiceUnavailable before that.
+    before they have all registered. said_by_ranks: with `RegisteredRanks.timeouts`. Raises HTTPServiceUnavailable
+    before that.
     """
     if cp_size is None:
         # Decode would take what it is told for good, and one that is to come may be the bare engine.
@@ -150,7 +149,7 @@ async def capabilities(
     # Of context-parallel ranks, which all have all KV, the first sends. Where all do, the engine shares a chunk out
     # among them by the numbers of its pages, as if these were one run, and what is not in that run nobody sends.
     shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
-    answer: dict[str, Any] = {"version": 0 if shared_out else version, "queued": int(queued), "state": 1, "prompts": 2}
+    answer: dict[str, Any] = {"version": 0 if shared_out else version, "state": 1, "prompts": 2}
     # Decode keeps pages for as long as this worker may write to them, and speaks of what waits before that is over.
     answer |= said_by_ranks
     if cp_size != 1:

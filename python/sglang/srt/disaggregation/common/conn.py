@@ -6,13 +6,13 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), fo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
@@ -24,10 +24,8 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes, forget_heartbeats
-from sglang.srt.disaggregation.common.peer_liveness import Endpoint
-from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSockets, answer_s
-from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, Unclaimed, fail_lost_prefills
+from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
+from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
@@ -66,11 +64,9 @@ class CommonKVManager(engine.CommonKVManager):
         # On prefill the layers of the whole model with KV, None where that is not known: the queue that makes this
         # manager sets it.
         self.num_layers: int | None = None
-        # What is sent to peers goes over these, which know who of them is lost.
-        self.peer_sockets = PeerSockets(CommonKVReceiver._ctx, answer_s())
         # Prefill: its requests, and what decode has said of them; the lock goes for transfer_infos too. Decode ranks
         # that gave a live room up and have not been answered, and which of those that asked have been told of the end.
-        self.rooms = Rooms(self.peer_sockets.watch)
+        self.rooms = Rooms(self.met_decode)
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
         # Seconds for which prefill may write KV that it has been asked for. It tells decode, which keeps pages so. Read
@@ -82,6 +78,7 @@ class CommonKVManager(engine.CommonKVManager):
             self.met_prefill,
             lambda addr: engine.CommonKVManager.try_ensure_parallel_info(self, addr),
             self.requests.get,
+            self.asked_prefill,
         )
         self.connections = Connections()
         super().__init__(*args, **kwargs)
@@ -89,23 +86,32 @@ class CommonKVManager(engine.CommonKVManager):
         if self.has_radix:
             global _rank_answers
             _rank_answers = _rank_answers or RankAnswers()
-            self.peer_sockets.start(lambda: fail_lost_prefills(self))
-        if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            lost_peer, unclaimed = self.events.lost_peer, Unclaimed(self)
-            self.decode_watch = DecodeWatch(self.peer_sockets, self.rooms, self._askers, unclaimed, lost_peer)
-            self.peer_sockets.start(self.decode_watch.check)
 
     def met_prefill(self, addr: str) -> None:
         """Hands have been shaken with a prefill that takes a prefix: `prefills` knows what it can do. In a thread."""
 
-    def _connect(self, endpoint: str, is_ipv6: bool = False):
-        """Replaces the engine's sockets, which stay for good."""
-        return self.peer_sockets.connect(endpoint, is_ipv6)
+    def asked_prefill(self, addr: str, answered: bool) -> None:
+        """A prefill has been asked what it can do, and whether it has answered. In a thread."""
+
+    def met_decode(self, host: str, port: int) -> None:
+        """The decode rank with the flag that listens there has sent a message. In the thread that reads these."""
+
+    def heard_until(self, info: Any) -> float:
+        """What decode had said to this prefill before then, by the monotonic clock, has been read. In that thread.
+
+        info: what it asks for.
+        """
+        return time.monotonic()
+
+    def are_gone(self, ranks: Sequence[tuple[str, int]]) -> bool:
+        """Whether it is known that the processes that listen at all these places have ended: the engine cannot tell."""
+        return not ranks
 
     def connect_unwaiting(self, host: str, port: int):
         """The socket to a peer with a radix cache, or of a worker with one. Who sends does not wait: see `NotTaken`."""
         address = NetworkAddress(host, port)
-        return self.peer_sockets.connect(address.to_tcp(), address.is_ipv6, waits=False)
+        endpoint = address.to_tcp()
+        return UnwaitingSocket(endpoint, *engine.CommonKVReceiver._connect(endpoint, address.is_ipv6))
 
     @property
     def has_radix(self) -> bool:
@@ -169,19 +175,10 @@ class CommonKVManager(engine.CommonKVManager):
             for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
                 self.connection_pool.pop(key, None)
 
-    def _askers(self, room: int) -> set[Endpoint]:
-        """The decode ranks with the flag that have asked for the KV of a room."""
-        infos = self.transfer_infos.get(room, {}).values()
-        return {(info.endpoint, info.dst_port) for info in infos if getattr(info, "names_prefix", False)}
-
-    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        raise NotImplementedError
-
     def lose_prefill(self, addr: str) -> list[int]:
         """Forget a prefill that is gone, and which rooms are its. The scheduler may open and close rooms meanwhile."""
         self.forget_connections(addr)
         self.prefill_info_table.pop(addr, None)
-        forget_heartbeats(self, addr)
         # A copy in one go: the scheduler may have the set in hand.
         rooms = list(self.addr_to_rooms_tracker.pop(addr, ()))
         self.events.lost_peer()
@@ -305,9 +302,6 @@ class CommonKVSender(DeltaSender, engine.CommonKVSender):
 class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
     """Receiver that knows whether its prefill understands a prefix, and whether anybody still writes for it."""
 
-    _ctx = engine.CommonKVReceiver._ctx
-    _ctx.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
-
     @staticmethod
     def query_prefill_dp_ranks(bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
         """Wraps the engine's question, which holds up the scheduler, and with it all DP ranks, until it is answered."""
@@ -317,7 +311,7 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
         return _rank_answers.query(bootstrap_addr, bootstrap_rooms, question)
 
     def _connect_to_bootstrap_server(self, bootstrap_info: dict):
-        """Replaces the engine's sockets with a radix cache: no sender waits, and it is known whether the peer lives."""
+        """With a radix cache no sender waits."""
         if not self.kv_mgr.has_radix:
             return super()._connect_to_bootstrap_server(bootstrap_info)
         socket = self.kv_mgr.connect_unwaiting(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
@@ -328,9 +322,8 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     """Bootstrap server that says whether its prefill understands a decode prefix."""
 
-    # 0: the backend does not. The rest as in `capabilities`.
+    # 0: the backend does not.
     decode_prefix_version = 0
-    hears_of_waiting = False
     # Whether a prefill of several pipeline stages understands one, too.
     takes_stages = False
 
@@ -340,9 +333,8 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         But for one that is laid over another of its name.
         """
         super().__init_subclass__(**options)
-        for name in ("decode_prefix_version", "hears_of_waiting"):
-            if name not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
-                setattr(cls, name, getattr(CommonKVBootstrapServer, name))
+        if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
+            cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version
 
     def _setup_routes(self) -> None:
         """Adds the route of the decode prefix to the engine's."""
@@ -381,7 +373,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         takes = self.ranks.take_prefix and (self.pp_size == 1 or self.takes_stages)
         version = self.decode_prefix_version if takes else 0
         cp_size = self.attn_cp_size if complete else None
-        return await capabilities(version, cp_size, self.hears_of_waiting, self._said_by_ranks())
+        return await capabilities(version, cp_size, self._said_by_ranks())
 
     def _said_by_ranks(self) -> dict[str, Any]:
         """What is said in the name of all ranks."""

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
-from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, check_rank, known_ranks
+from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.common.wire import CANCEL, QUEUED
+from sglang.srt.disaggregation.common.wire import CANCEL
 from sglang.srt.disaggregation.decode_radix import hooks
 
 logger = logging.getLogger(__name__)
@@ -115,17 +115,6 @@ def _quarantine_s(receiver: DeltaReceiver) -> float:
     # Asked by another rank only, it goes by what is told now.
     told_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
     return max(manager.waiting_timeout, told_s)
-
-
-def _not_taken(peers: Iterable[dict], send: Callable[[dict], None]) -> list[dict]:
-    """Send to all of ``peers``; returns those that took nothing, which are at nobody else's expense."""
-    untold = []
-    for peer in peers:
-        try:
-            send(peer)
-        except NotTaken:
-            untold.append(peer)
-    return untold
 
 
 # The engine's class comes behind.
@@ -253,16 +242,6 @@ class DeltaReceiver(Base):
             self.state.asked, self.state.writes_s = True, self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
         return frozenset(part.tag for part, _ in written if part.answer is not None)
 
-    def announce(self, peers: Iterable[dict] | None = None) -> list[dict]:
-        """Tell prefill, where it listens, that this request waits here: it then knows whose end is also that of it.
-
-        peers: prefill ranks, all if not given. Returns those that did not take it.
-        """
-        listens = self.kv_mgr.prefills.of(self.bootstrap_addr).queued
-        # Those that write nothing for it wait for it too.
-        ranks = (self.bootstrap_infos or []) if peers is None else peers
-        return _not_taken(ranks, lambda peer: self._send_to(peer, self._notice(QUEUED))) if listens else []
-
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
 
@@ -345,7 +324,7 @@ class DeltaReceiver(Base):
             return True
         # Or nothing listens any more where their schedulers did. Silence does not say so: the writers may go on.
         ranks = [(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or []]
-        return self.kv_mgr.peer_sockets.are_gone(ranks)
+        return self.kv_mgr.are_gone(ranks)
 
     def end(self) -> None:
         """Forget the room, and the reasons that came after the first one, which nobody reads."""
@@ -368,15 +347,6 @@ def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
     scout = copy.copy(receiver)
     scout.bootstrap_room, scout._register_kv_args = None, lambda: None
     prefill = manager.prefill_info_table.get(addr)
-
-    def ask(*rank: int) -> Any:
-        info = receiver._get_bootstrap_info_from_server(*rank)
-        if info is not None:
-            # Before it is kept: it would be looked at by whoever watches prefills.
-            check_rank(addr, info)
-        return info
-
-    scout._get_bootstrap_info_from_server = ask
 
     def fetch() -> None:
         super(DeltaReceiver, scout)._setup_bootstrap_infos()

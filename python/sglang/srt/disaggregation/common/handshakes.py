@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sglang.srt.disaggregation.common.peer_liveness import is_address
-
 logger = logging.getLogger(__name__)
 
 # A scheduler asks in each step, thousands of times a second: seconds between two lines that say why it cannot.
@@ -143,25 +141,6 @@ def known_ranks(pool: Mapping[str, list[dict]], keys: Iterable[str]) -> list[lis
     """Where the ranks of a prefill listen, as the engine keeps it by these keys; None while that is not known."""
     known = [pool.get(key) for key in keys]
     return None if None in known else [infos for infos in known if infos is not None]
-
-
-def forget_heartbeats(manager: Any, addr: str) -> None:
-    """Of a prefill that is gone: the connection over which the engine's heartbeat asks it, and what came of that."""
-    with manager.session_pool_lock:
-        session = manager.session_pool.pop(addr, None)
-    if session is not None:
-        session.close()
-    manager.heartbeat_failures.pop(addr, None)
-
-
-def check_rank(addr: str, info: Any) -> None:
-    """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there.
-
-    For a name ZeroMQ's thread, which answers for this worker's life, would wait for DNS. The engine gives none.
-    """
-    host, port = (info.get("rank_ip"), info.get("rank_port")) if isinstance(info, dict) else (None, None)
-    if not (isinstance(host, str) and is_address(host) and type(port) is int and 0 < port < 65536):
-        raise ConnectionError(f"prefill {addr} does not say where a rank listens: {str(info)[:200]!a}")
 
 
 def check_sizes(info: Any) -> None:

@@ -8,7 +8,6 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); de
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.rooms import Rooms, Verdict
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Queued, Request, Unusable
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Request, Unusable
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,8 @@ class Backend(Generic[Peer]):
 
     rank_word: what a decode rank is called in errors. can_tell: whether one whose message cannot be used is to be told
     so and can be; its second argument says whether the message is one of a decode worker with a radix cache.
-    dummies_answer: whether a dummy rank answers a request for a room that has failed. notes_silent_peers: whether it is
-    noted when a decode worker without the flag asks, since any room may wait there unsaid. late_cancel: what to answer
-    who gives up a room that has ended, by why it failed if it did; None for nothing. early_cancel: what to remember of
+    dummies_answer: whether a dummy rank answers a request for a room that has failed. late_cancel: what to answer who
+    gives up a room that has ended, by why it failed if it did; None for nothing. early_cancel: what to remember of
     a room that is given up before its request has come, and what to answer, by the refusal in full. in_the_way: what
     of an earlier request of a room keeps a new one from beginning, if anything.
     """
@@ -56,7 +54,6 @@ class Backend(Generic[Peer]):
     rank_word: str
     can_tell: Callable[[Peer, bool], bool]
     dummies_answer: bool
-    notes_silent_peers: bool
     late_cancel: Callable[[str | None], str | None]
     early_cancel: Callable[[str], tuple[str, str]]
     in_the_way: Callable[[int], str | None] = lambda room: None
@@ -66,6 +63,9 @@ class Worker(Protocol):
     """What a prefill's manager does for its inbox."""
 
     request_status: dict[int, KVPoll]
+
+    def heard_until(self, info: Any) -> float:
+        """What decode had said before then, by the monotonic clock, has been read. info: what it asks for."""
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Note how far a room is."""
@@ -89,9 +89,7 @@ class PrefillInbox(Generic[Peer]):
     def take(self, message: OfRoom[Peer]) -> None:
         """Take one message of a decode rank about one room."""
         with self._books.rooms.lock:
-            if isinstance(message, Queued):
-                self._books.rooms.note_waiting(message.room, message.host, message.port)
-            elif isinstance(message, Cancel):
+            if isinstance(message, Cancel):
                 self._on_cancel(message)
             elif isinstance(message, Unusable):
                 self._turn_down(message.room, message.peer, message.names_prefix, message.reason)
@@ -101,9 +99,7 @@ class PrefillInbox(Generic[Peer]):
     def _on_request(self, message: Request[Peer]) -> None:
         """Take a request for KV; its room may begin when all decode ranks have asked."""
         books, room, info, word = self._books, message.room, message.info, self._backend.rank_word
-        info.heard_until = books.rooms.pulse.heard_until()
-        if self._backend.notes_silent_peers and not info.names_prefix:
-            books.rooms.silent_peer_at = time.monotonic()
+        info.heard_until = self._worker.heard_until(info)
         asked = books.asked.get(room, {})
         if message.name not in asked and not message.is_dummy:
             books.end_notices.begin(room, message.peer, info.names_prefix)

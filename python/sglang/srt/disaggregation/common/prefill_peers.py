@@ -17,14 +17,11 @@ from typing import Any
 
 import requests
 from sglang.srt.disaggregation.common.handshakes import in_background
-from sglang.srt.disaggregation.common.peer_liveness import host_and_port, nothing_listens
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-# Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
-REFUSING_S = 0.3
 # Seconds for which a prefill that gives no usable answer is asked; as long as the engine does. And from one question to
 # the next.
 UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
@@ -37,15 +34,13 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """What a prefill says that it can do.
 
-    version: of the decode prefix that it understands, 0 for none. queued: it wants to hear what waits on decode.
-    prompts: it compares digests of prompts. waiting_timeout, bootstrap_timeout: seconds for which it may write for a
-    request that it has been asked for, and for which it leaves one of which decode does not speak; 0 where it does not
-    say. all_cp_ranks: whether all of its context-parallel ranks send; None without such ranks, or where it does not
-    say. others: see `listen_for`.
+    version: of the decode prefix that it understands, 0 for none. prompts: it compares digests of prompts.
+    waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked for, and for
+    which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all of its
+    context-parallel ranks send; None without such ranks, or where it does not say. others: see `listen_for`.
     """
 
     version: int = 0
-    queued: bool = False
     prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
@@ -90,7 +85,7 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
     # Whatever its version, which is 0 where all send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
-    return Capabilities(version, can("queued"), prompts, *waits, all_cp_ranks, others)
+    return Capabilities(version, prompts, *waits, all_cp_ranks, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
@@ -122,7 +117,8 @@ class PrefillPeers:
     """The prefills of a decode worker with a radix cache.
 
     server_args: this worker's. met: told of each that takes a prefix, once hands have been shaken. shake: the engine's
-    own questions to a prefill; whether they have been answered. get: asks it one of ours.
+    own questions to a prefill; whether they have been answered. get: asks it one of ours. asked: told of each time a
+    prefill has been asked, and whether it has answered.
     """
 
     def __init__(
@@ -131,16 +127,16 @@ class PrefillPeers:
         met: Callable[[str], object],
         shake: Callable[[str], bool],
         get: Callable[..., requests.Response] = requests.get,
+        asked: Callable[[str, bool], object] = lambda addr, answered: None,
     ) -> None:
-        self._server_args, self._met, self._shake, self._get = server_args, met, shake, get
+        self._server_args, self._met, self._shake, self._get, self._asked = server_args, met, shake, get, asked
         # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
         # bytes each: one that is lost may still write for requests that go by this, and one in use is not asked again.
         self.capabilities: dict[str, Capabilities] = {}
-        # Questions that are under way, and when each prefill was last asked, the latest last; when each has refused
-        # connections, first and last; and when and why one turned out to be of no use.
+        # Questions that are under way, and when each prefill was last asked, the latest last; and when and why one
+        # turned out to be of no use.
         self._asking: set[str] = set()
         self._asked_at: OrderedDict[str, float] = OrderedDict()
-        self._refusing: dict[str, tuple[float, float]] = {}
         self._unusable: dict[str, tuple[float, str]] = {}
 
     def of(self, addr: str) -> Capabilities:
@@ -164,7 +160,7 @@ class PrefillPeers:
             addr, at = next(iter(self._asked_at.items()))
             if addr in self._asking or now - at < FORGOTTEN_S:
                 return
-            for book in (self._asked_at, self._refusing, self._unusable):
+            for book in (self._asked_at, self._unusable):
                 book.pop(addr, None)
 
     def _query(self, addr: str) -> None:
@@ -174,17 +170,11 @@ class PrefillPeers:
         try:
             # First, since with the engine's answer requests go on.
             version = self.ask_for_prefix(addr)
-            if version is not None and self._shake(addr):
-                known = True
-                self._refusing.pop(addr, None)
+            answered = version is not None and self._shake(addr)
+            known = known or answered
+            self._asked(addr, answered)
+            if version is not None and answered:
                 self._warn(addr, version)
-                return
-            if nothing_listens(*host_and_port(addr)):
-                first, last = self._refusing.get(addr, (now, now))
-                # One long ago was of an earlier life.
-                self._refusing[addr] = (first if now - last < 10 * REFUSING_S else now, now)
-            else:
-                self._refusing.pop(addr, None)
         except Exception as e:
             logger.exception("Prefill %s cannot be used", addr)
             # A client is told it, in JSON: a lone surrogate of prefill's would end that.
@@ -242,9 +232,6 @@ class PrefillPeers:
         is_known: whether that prefill has answered. timeout_s: seconds that a request may wait for a handshake.
         """
         now = time.monotonic()
-        first, last = self._refusing.get(addr, (now, 0.0))
-        if last > since and last - first >= REFUSING_S:
-            return f"prefill {addr} is gone: it refuses connections"
         at, reason = self._unusable.get(addr, (0.0, ""))
         if at > since:
             return f"prefill {addr} cannot be used: {reason}"

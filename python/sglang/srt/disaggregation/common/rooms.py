@@ -11,13 +11,11 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.pulse import Pulse
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
 
 logger = logging.getLogger(__name__)
@@ -80,15 +78,8 @@ class Rooms:
         self.refused: OrderedDict[int, str] = OrderedDict()
         # Live senders that decode has given up, or is gone from, and that have not answered it.
         self.given_up: deque[Any] = deque()
-        # Decode ranks, host and port, in which a room waits for memory, and when each last said so; the oldest rooms
-        # are forgotten. The request may come here only later.
-        self.waiting: OrderedDict[int, dict[tuple[str, int], float]] = OrderedDict()
-        # Whether there is a decode worker that says so: those without the flag do not.
-        self.hears_of_waiting = False
-        # When one last asked for KV that does not: any room may wait there.
-        self.silent_peer_at = 0.0
-        # Up to when all that decode has said is in these books.
-        self.pulse = Pulse()
+        # Whether a decode worker with the flag has sent a message.
+        self.has_met_flag = False
 
     def begin(self, room: int, sender: Any) -> bool:
         """Whether a request that has come has its room, and what had ended of that is forgotten.
@@ -128,7 +119,6 @@ class Rooms:
             sender = self.live.pop(room, None)
             if posted and sender is not None:
                 self.writing[room] = sender
-            self.waiting.pop(room, None)
             remember(self.ended, room, reason, REMEMBERED_ROOMS)
 
     def has_ended(self, room: int) -> bool:
@@ -206,36 +196,10 @@ class Rooms:
         complete = before is None and len(asked) + 1 == info.required_dst_info_num
         return Judged(Verdict.READY if complete else Verdict.TAKEN)
 
-    def note_waiting(self, room: int, host: str, port: int) -> None:
-        """Note that ``room`` waits in a decode rank, which will ask for it."""
-        self.note_peer(host, port)
-        with self.lock:
-            if not self.has_ended(room):
-                ranks = self.waiting.get(room, {})
-                remember(self.waiting, room, {**ranks, (host, port): time.monotonic()}, REMEMBERED_ROOMS)
-
     def note_peer(self, host: str, port: int) -> None:
-        """Note that a decode rank with the flag sends messages here: it also says which rooms wait in it."""
-        self.hears_of_waiting = True
+        """Note that a decode rank with the flag sends messages here."""
+        self.has_met_flag = True
         self._on_peer(host, port)
-
-    def silent_s(self, room: int, since: float) -> float:
-        """Seconds since a decode rank last said that ``room`` waits in it, or may have it wait unsaid, or ``since``.
-
-        A decode worker without the flag never says so: it counts when it asks for anything. 0 where no decode worker
-        that would say so has sent a message.
-        """
-        if not self.hears_of_waiting:
-            return 0.0
-        heard_at = max([since, self.silent_peer_at, *self.waiting.get(room, {}).values()])
-        return time.monotonic() - heard_at
-
-    def lose_decode(self, rooms: list[int], reason: str) -> None:
-        """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""
-        with self.lock:
-            for room in rooms:
-                if room in self.live and room not in self.refused:
-                    self.give_up(room, reason)
 
     def settle(self) -> None:
         """Poll what decode has given up, and forget what has ended by that: it has answered decode."""

@@ -21,8 +21,6 @@ Peer = TypeVar("Peer", bound=Hashable)
 # Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
 CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
-# Last frame of decode's message that a request waits there for memory.
-QUEUED = b"queued"
 # Last frame but one of decode's request for KV; behind it stands what decode says of its prompt: its length.
 PROMPT = b"prompt"
 # Frames of the engine's own request for KV, and with those of the prefix, which come behind them.
@@ -76,16 +74,7 @@ class Cancel(Generic[Peer]):
     peer: Peer
 
 
-@dataclass(frozen=True)
-class Queued:
-    """A room waits for memory in the decode rank that listens at this host and port."""
-
-    room: int
-    host: str
-    port: int
-
-
-OfRoom = Request[Peer] | Unusable[Peer] | Cancel[Peer] | Queued
+OfRoom = Request[Peer] | Unusable[Peer] | Cancel[Peer]
 
 
 @dataclass(frozen=True)
@@ -107,8 +96,6 @@ class Reader(Generic[Peer]):
         room = wire_int(frames[0], "room")
         if frames[4:] == [CANCEL]:
             return Cancel(room, self.peer(frames))
-        if frames[4:] == [QUEUED]:
-            return Queued(room, frames[1].decode("ascii"), wire_int(frames[2], "port"))
         try:
             frames, prompt = split_prompt(frames)
             info = self.info(frames)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,8 @@ from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, Prefi
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake import wire
+from sglang.srt.disaggregation.mooncake import decode_inbox, wire
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
-from sglang.srt.disaggregation.mooncake.decode_inbox import DecodeInbox
-from sglang.srt.disaggregation.mooncake.failed_sessions import FailedSessions
 from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
 from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
 from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
@@ -63,7 +62,6 @@ def _backend(queued: QueuedChunks) -> Backend[Peer]:
         rank_word="session",
         can_tell=lambda peer, names_prefix: names_prefix,
         dummies_answer=False,
-        notes_silent_peers=False,
         # Nothing is told to one that has been told of a success.
         late_cancel=lambda failure: failure or GIVEN_UP,
         early_cancel=lambda refusal: (refusal, GIVEN_UP),
@@ -87,14 +85,11 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
-        self.failed_sessions = self.sessions = FailedSessions()
+        self.failed_sessions: set[str] = set()
         # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
-        self.engine_staging = wire.EngineStaging()
         super().__init__(*args, **kwargs)
-        # In the place of a set, which the engine makes when its thread already reads messages.
-        self.failed_sessions = self.sessions
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only messages that it can read."""
@@ -108,25 +103,29 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
         """Take messages about one room; whether the engine may take this one (its own staging, a registration)."""
-        if frames[0] in wire.ENGINE_STAGING:
+        if frames[0] in wire.STAGING_TO_PREFILL:
             return self.takes_engine_staging(frames)
         message = READER.read(frames)
         if isinstance(message, Registration):
             session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {session!r} does not end in a port")
-            self.sessions.remove(session)
             return True
         self.inbox.take(message)
         return False
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
-        """Whether the engine may take one of its own messages about staging buffers. Raises ValueError if not."""
-        return self.engine_staging.takes(frames, self.enable_staging and not self.has_radix)
+        """Whether the engine may take one of its own messages about staging buffers."""
+        return self.leaves_ends_to_the_engine
+
+    @property
+    def stages_deltas(self) -> bool:
+        """Whether a staging buffer is made with a radix cache, too."""
+        return False
 
     def _init_staging_allocator(self) -> None:
         """With a radix cache no buffer is offered: the engine's grid of chunks knows of no prefix."""
-        if not self.has_radix:
+        if not self.has_radix or self.stages_deltas:
             super()._init_staging_allocator()
 
     @property
@@ -152,9 +151,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
         writes = [info for info in infos if not info.is_dummy]
         answers = self.answers(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
-        for session in [info.mooncake_session_id for info in writes if info.names_prefix]:
-            # Before a write of it may fail.
-            self.sessions.try_again(session)
         # The engine queues nothing of a room that has failed; another thread may be about to say so.
         with self.rooms.lock:
             if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
@@ -302,13 +298,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only messages that they can read."""
-        inbox = DecodeInbox(self.rooms, self.awaited_rooms, self)
-        self.server_socket = wire.CheckedSocket(self.server_socket, inbox.check)
+        self.server_socket = wire.CheckedSocket(self.server_socket, partial(decode_inbox.take, self))
         super().start_decode_thread()
 
     @property
     def leaves_ends_to_the_engine(self) -> bool:
-        """Whether the engine must learn of the end of transfers: without the flag, it empties its staging buffer."""
+        """Whether the engine uses a staging buffer, and must learn of the end of transfers: without the flag."""
         return self.enable_staging and not self.has_radix
 
     def on_end(self, room: int, end: wire.End) -> None:
@@ -359,14 +354,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Reads decode's prefix, and reports a failure only once nothing is being sent: the pages are freed after that.
-
-        The engine's time-out counts from when decode last said that the request waits there.
-        """
-        rooms = self.kv_mgr.rooms
-        if self.bootstrap_room in rooms.waiting and self.conclude_state is None and self.init_time is not None:
-            unheard = rooms.silent_s(self.bootstrap_room, self.made_at)
-            self.init_time = max(self.init_time, time.time() - unheard)
+        """Reads decode's prefix; reports a failure only once nothing is being sent: the pages are freed after that."""
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self.fail_if_refused()
@@ -486,4 +474,3 @@ class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
     """Says that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    hears_of_waiting = True

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The engine's messages about staging buffers, to prefill, and how many numbers follow; then comes decode's session.
-ENGINE_STAGING = {b"WATERMARK": 2, b"STAGING_RSP": 5}
+# First frames of the engine's messages about its own use of staging buffers, to prefill and to decode.
+STAGING_TO_PREFILL, STAGING_TO_DECODE = (b"WATERMARK", b"STAGING_RSP"), (b"CHUNK_READY", b"STAGING_REQ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,46 +114,6 @@ class CheckedSocket:
                     return frames
             except Exception as e:
                 logger.error("Ignored a message: %s", e)
-
-
-class EngineStaging:
-    """The engine's messages about staging buffers, as a worker takes them."""
-
-    def __init__(self) -> None:
-        # Whether it has been said that a prefill uses staging buffers and this worker does not.
-        self._told = False
-
-    def takes(self, frames: list[bytes], uses: bool) -> bool:
-        """Whether the engine may take one. uses: whether it has staging buffers. Raises ValueError if not."""
-        kind = frames[0]
-        if kind == b"STAGING_REQ" and not uses:
-            # One per chunk of every request; such a prefill then sends without.
-            if not self._told:
-                logger.warning(
-                    "A prefill uses staging buffers (SGLANG_DISAGG_STAGING_BUFFER) and this worker does not, or not "
-                    "with prefills without sglang-pd-radix: its KV comes without them."
-                )
-            self._told = True
-            return False
-        if not uses:
-            raise ValueError(f"{kind!r} is of staging buffers, which this worker does not use")
-        _check_engine_staging(frames)
-        return True
-
-
-def _check_engine_staging(frames: list[bytes]) -> None:
-    """Raise ValueError for a message about staging buffers to prefill that would end the engine's thread."""
-    kind, *rest = frames
-    numbers = ENGINE_STAGING.get(kind)
-    if numbers is None:
-        # To decode.
-        return
-    if len(rest) < numbers + (kind == b"STAGING_RSP"):
-        raise ValueError(f"{kind!r} has only {len(frames)} frames")
-    for number in rest[:numbers]:
-        # An offset may be negative: there is no memory.
-        int(number.decode("ascii"))
-    b"".join(rest[numbers:]).decode("ascii")
 
 
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:

@@ -182,7 +182,6 @@ class NixlKVManager(engine.NixlKVManager):
                 rank_word="agent",
                 can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
                 dummies_answer=True,
-                notes_silent_peers=True,
                 late_cancel=lambda failure: None if failure is None else GIVEN_UP,
                 early_cancel=lambda refusal: (GIVEN_UP, refusal),
             ),
@@ -581,4 +580,3 @@ class NixlKVBootstrapServer(engine.NixlKVBootstrapServer):
     """Says that prefills over NIXL understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION
-    hears_of_waiting = True

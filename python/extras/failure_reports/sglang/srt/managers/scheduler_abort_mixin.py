@@ -90,7 +90,7 @@ def _spared_by_prefill(scheduler: Any, recv_req: Any) -> list[Any]:
     """
     rid, manager = recv_req.rid, scheduler.disagg_prefill_bootstrap_queue.kv_manager
     known = isinstance(manager, CommonKVManager)
-    heard = known and manager.rooms.hears_of_waiting
+    heard = known and manager.rooms.has_met_flag
 
     def is_spared(req: Any) -> bool:
         sender = req.disagg_kv_sender

@@ -69,5 +69,5 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         """Stages would have to agree, and of several fronts only one learns of it."""
         answer = await super()._capabilities()
         fronts = getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
-        before = {name: answer[name] for name in ("version", "queued")}
+        before = {name: answer[name] for name in ("version", "queued") if name in answer}
         return before | {DROPS: int(self.pp_size == 1 and self.attn_cp_size == 1 and fronts == 1)} | answer

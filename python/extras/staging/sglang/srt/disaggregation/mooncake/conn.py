@@ -41,16 +41,15 @@ class TransferInfo(engine.TransferInfo):
 class MooncakeKVManager(SendsPieces, TakesPieces, engine.MooncakeKVManager):
     """Mooncake manager that sends deltas by way of staging buffers."""
 
-    def _init_staging_allocator(self) -> None:
-        """With a radix cache the engine does not offer the staging buffer by itself: see `_register_kv_args`.
+    @property
+    def stages_deltas(self) -> bool:
+        """Not with MLA, which has no heads to tell apart."""
+        return not self.is_mla_backend
 
-        With MLA, which has no heads to tell apart, there is no buffer.
-        """
-        if not self.has_radix:
-            super()._init_staging_allocator()
-        elif not self.is_mla_backend:
-            # The engine's.
-            super(engine.MooncakeKVManager, self)._init_staging_allocator()
+    def _init_staging_allocator(self) -> None:
+        """With a radix cache the engine does not offer the staging buffer by itself: see `_register_kv_args`."""
+        super()._init_staging_allocator()
+        if self.has_radix and self.stages_deltas:
             self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
 
 

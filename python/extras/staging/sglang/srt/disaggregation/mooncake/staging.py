@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.mooncake.staging_wire import (
     GRANT,
     STAGE,
     STAGED,
+    EngineStaging,
     Grant,
     Wanted,
     Written,
@@ -272,7 +273,7 @@ class SendsPieces(Base):
             return None
         if waited > self.bootstrap_timeout:
             return f"decode has granted no staging memory for {waited:.0f} s"
-        is_gone = any(self.peer_sockets.are_gone([(info.endpoint, info.dst_port)]) for info in infos)
+        is_gone = any(self.are_gone([(info.endpoint, info.dst_port)]) for info in infos)
         return "decode, which was to grant staging memory, is gone" if is_gone else None
 
     def _prefetch_staging_reqs(self, room: int) -> None:
@@ -289,7 +290,12 @@ class TakesPieces(Base):
         # With the flag: the staging buffer, and the allocator by which the engine tells prefill of it.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
+        self.engine_staging = EngineStaging()
         super().__init__(*args, **kwargs)
+
+    def takes_engine_staging(self, frames: list[bytes]) -> bool:
+        """One that would end the engine's thread is none. Raises ValueError for it."""
+        return self.engine_staging.takes(frames, super().takes_engine_staging(frames))
 
     def start_decode_thread(self) -> None:
         """Takes messages about pieces."""

@@ -61,7 +61,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def stop(world: World, seconds: float) -> None:
     """The prefill has just gone on after a standstill, and the thread that looks after peers has not."""
-    pulse = world.prefill[0].manager.rooms.pulse
+    pulse = world.prefill[0].manager.pulse
     pulse.beat()
     pulse._beat_at -= seconds
 
@@ -88,7 +88,7 @@ def test_a_request_that_waited_while_prefill_stood_still_is_not_begun(world, rea
         for info in prefill.transfer_infos[ROOM].values():
             info.heard_until -= 301
     else:
-        prefill.rooms.pulse.__init__()
+        prefill.pulse.__init__()
     request.start_prefill().assert_fails(OVER)
 
 

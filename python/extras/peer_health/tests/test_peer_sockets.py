@@ -9,17 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import peer_sockets
+from sglang.srt.disaggregation.common import delta_receiver, peer_sockets
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
 from test_mooncake_wire import World as MooncakeWorld
+from test_mooncake_wire import give_up
 from test_nixl_wire import World
 from waiting import until
 from wire_ends import close_sockets, watching
+
+from sglang_pd_radix.tools.cluster import free_ports
 
 # Of networks that are for documents only: no such host answers.
 VANISHED = "tcp://192.0.2.1:{}"
@@ -237,7 +241,7 @@ def test_a_worker_fails_what_it_has_of_a_peer_that_is_killed(monkeypatch: pytest
 
     def say(room: int) -> None:
         world.push([b"NixlMsgGuard", b"%d" % room, b"127.0.0.1", b"%d" % peer.port, b"agent", b"queued"])
-        until(lambda: room in manager.rooms.waiting, "the word")
+        until(lambda: room in manager.waiting, "the word")
 
     with watching(manager.peer_sockets, check):
         say(7)
@@ -253,3 +257,54 @@ def test_a_worker_fails_what_it_has_of_a_peer_that_is_killed(monkeypatch: pytest
     for lost in (here, late):
         with pytest.raises(RuntimeError, match=f"decode 127.0.0.1:{peer.port} is gone: it refuses connections"):
             lost.senders[0].failure_exception()
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_a_cancellation_outlives_a_socket_that_is_closed_under_it(monkeypatch: pytest.MonkeyPatch, backend: str):
+    """The watch of peers closes sockets to those that are gone; this one is not, and nor is the rank behind it."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "300")
+    monkeypatch.setattr(delta_receiver, "TELL_AGAIN_S", 0.0)
+    world: Any = {"nixl": World, "mooncake": MooncakeWorld}[backend](monkeypatch, prefill_tp=2)
+    request = world.request(1, 24, 8).start_prefill().start_decode().ask()
+    request.wait_senders(KVPoll.WaitingForInput)
+    (receiver,) = request.receivers
+    receiver.fenced = True
+    first = receiver.bootstrap_infos[0]["rank_port"]
+    sockets, asked = receiver.kv_mgr.peer_sockets, []
+    get = sockets._get
+
+    def lose(endpoint: str, *args: Any) -> Any:
+        found = get(endpoint, *args)
+        asked.append(endpoint)
+        # Once to make sure of it, and once to send.
+        if endpoint.endswith(f":{first}") and asked.count(endpoint) == 2:
+            close_sockets(sockets)
+        return found
+
+    monkeypatch.setattr(sockets, "_get", lose)
+    receiver.fail("decode gives it up")
+    assert receiver.poll() == KVPoll.Failed
+    receiver.cancel()
+    assert [peer["rank_port"] for peer in receiver.state.untold] == [first]
+
+    def quiet() -> bool:
+        for rank in world.prefill:
+            rank.manager.settle()
+        for sender in request.senders:
+            sender.poll()
+        return receiver.writers_done()
+
+    until(quiet, "both ranks have answered")
+    assert all(sender.has_failed() for sender in request.senders)
+
+
+def test_pages_of_a_prefill_whose_port_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = MooncakeWorld(monkeypatch)
+    gone = world.request(2, 24, 4).bootstrap(fenced=True)
+    give_up(gone)
+    assert not gone.receivers[0].writers_done()
+    (port,), manager = free_ports(1), world.decode[0].manager
+    gone.receivers[0].bootstrap_infos = [{**gone.receivers[0].bootstrap_infos[0], "rank_port": port}]
+    manager.connect_unwaiting("127.0.0.1", port)
+    look_until(manager.peer_sockets, lambda: gone.receivers[0].writers_done(), "it is found out that nobody listens")
+    world.close()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from engine_classes import engine_class
 from sglang.srt.disaggregation.mooncake import failed_sessions
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.mooncake.failed_sessions import MOST_S, FailedSessions
+from test_mooncake_wire import World as MooncakeWorld
+from test_mooncake_wire import lost_write
+from test_mooncake_wire import world as mooncake
+from waiting import until
+
+__all__ = ["mooncake"]
 
 
 class World:
@@ -76,3 +86,49 @@ def test_sessions_of_decode_workers_that_are_no_more_are_forgotten(world, monkey
         world.sessions.try_again("a")
         world.sessions.add("a")
     assert "b" in world.sessions
+
+
+@pytest.mark.parametrize(("stages", "decode_tp", "chunks"), [((2,), 1, (4, 6)), ((2,), 2, (6,))])
+def test_a_write_that_failed_costs_the_requests_of_a_moment(monkeypatch, stages, decode_tp, chunks) -> None:
+    """The engine writes nothing to a decode worker of which one write has failed, until that is restarted.
+
+    Of what it writes then it has a way for each shape.
+    """
+    world, now = MooncakeWorld(monkeypatch, stages=stages, decode_tp=decode_tp), [100.0]
+    for rank in world.prefill:
+        rank.manager.failed_sessions = rank.manager.sessions = FailedSessions(lambda: now[0])
+    library = world.prefill[0].library
+    library.result = -1
+    assert "Failed to send kv chunk" in lost_write(world, 1)
+    library.result = 0
+    assert "is not alive" in lost_write(world, 2)
+    now[0] += failed_sessions.FIRST_S
+    for room in (3, 4):
+        request = world.request(room, 24, 4).bootstrap().send(*chunks)
+        request.finish()
+        request.assert_landed()
+    world.assert_books_closed()
+    world.close()
+
+
+def test_the_first_write_to_a_decode_worker_may_fail_at_once(mooncake: MooncakeWorld, monkeypatch) -> None:
+    """Before the scheduler went on, and the worker counted as one without the flag: it was never tried again."""
+    manager, now = mooncake.prefill[0].manager, [100.0]
+    manager.failed_sessions = manager.sessions = FailedSessions(lambda: now[0])
+    library = mooncake.prefill[0].library
+    engine = engine_class(MooncakeKVManager)
+    queue = engine.add_transfer_request
+
+    def queue_and_wait(*args: Any, **kwargs: Any) -> None:
+        queue(*args, **kwargs)
+        until(lambda: manager.sessions._pauses, "the write has failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add_transfer_request", queue_and_wait)
+        library.result = -1
+        assert "Failed to send kv chunk" in lost_write(mooncake, 1)
+    library.result = 0
+    now[0] += failed_sessions.FIRST_S
+    request = mooncake.request(2, 24, 4).bootstrap().send()
+    request.finish()
+    request.assert_landed()

@@ -6,17 +6,70 @@ Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from sglang.srt.disaggregation.common.peer_liveness import Endpoint
+from sglang.srt.disaggregation.common.peer_liveness import Endpoint, host_and_port, is_address, nothing_listens
 from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
+from sglang.srt.disaggregation.common.prefill_peers import FORGOTTEN_S, MOST_ASKED
 from sglang.srt.disaggregation.common.rooms import Rooms
 
 logger = logging.getLogger(__name__)
 
 # Rooms that are gone through with the lock that the scheduler needs.
 AT_ONCE = 128
+# Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
+REFUSING_S = 0.3
+
+
+class Refusing:
+    """Prefills whose bootstrap servers refuse connections."""
+
+    def __init__(self) -> None:
+        # When each has, first and last.
+        self._since: dict[str, tuple[float, float]] = {}
+
+    def note(self, addr: str, answered: bool) -> None:
+        """It has been asked. Raises ValueError for what is no address."""
+        now = time.monotonic()
+        if answered or not nothing_listens(*host_and_port(addr)):
+            self._since.pop(addr, None)
+            return
+        first, last = self._since.get(addr, (now, now))
+        if len(self._since) > MOST_ASKED:
+            # A copy in one go: other threads note others.
+            for other, (_, at) in list(self._since.items()):
+                if now - at >= FORGOTTEN_S:
+                    self._since.pop(other, None)
+        # One long ago was of an earlier life.
+        self._since[addr] = (first if now - last < 10 * REFUSING_S else now, now)
+
+    def why_unreached(self, addr: str, since: float) -> str | None:
+        """Why a request that has waited for it ``since`` then need not wait any longer."""
+        first, last = self._since.get(addr, (0.0, 0.0))
+        return (
+            f"prefill {addr} is gone: it refuses connections" if last > since and last - first >= REFUSING_S else None
+        )
+
+
+def check_rank(addr: str, info: Any) -> None:
+    """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there.
+
+    For a name ZeroMQ's thread, which answers for this worker's life, would wait for DNS. The engine gives none.
+    """
+    host, port = (info.get("rank_ip"), info.get("rank_port")) if isinstance(info, dict) else (None, None)
+    if not (isinstance(host, str) and is_address(host) and type(port) is int and 0 < port < 65536):
+        raise ConnectionError(f"prefill {addr} does not say where a rank listens: {str(info)[:200]!a}")
+
+
+def forget_heartbeats(manager: Any, addr: str) -> None:
+    """Of a prefill that is gone: the connection over which the engine's heartbeat asks it, and what came of that."""
+    with manager.session_pool_lock:
+        session = manager.session_pool.pop(addr, None)
+    if session is not None:
+        session.close()
+    manager.heartbeat_failures.pop(addr, None)
 
 
 def fail_lost_prefills(manager: Any) -> None:
@@ -86,22 +139,22 @@ class DecodeWatch:
         self,
         peers: PeerSockets,
         rooms: Rooms,
+        waiting: Mapping[int, Iterable[Endpoint]],
         asked: Callable[[int], Iterable[Endpoint]],
         unclaimed: Unclaimed,
         on_lost: Callable[[], None] = lambda: None,
     ):
-        """asked: the decode ranks with the flag that have asked for the KV of a room; called with the rooms' lock.
-
-        on_lost: called for each that is lost.
+        """waiting: decode ranks in which rooms wait, by room. asked: those with the flag that have asked for the KV of
+        a room; called with the rooms' lock. on_lost: called for each that is lost.
         """
-        self._peers, self._rooms, self._asked, self._on_lost = peers, rooms, asked, on_lost
+        self._peers, self._rooms, self._waiting = peers, rooms, waiting
+        self._asked, self._on_lost = asked, on_lost
         self._unclaimed = unclaimed
         # Decode ranks that have been found to be lost, and have not come back.
         self._told: set[Endpoint] = set()
 
     def check(self) -> None:
-        """Fail what is lost. Called again and again, by which it is also found out whether this worker stood still."""
-        self._rooms.pulse.beat()
+        """Fail what is lost. Called again and again."""
         # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
         lost = {rank: loss for rank, loss in self._peers.lost().items() if rank in self._peers.reached}
         self._told -= self._peers.connected
@@ -119,7 +172,15 @@ class DecodeWatch:
             with self._rooms.lock:
                 # Nor may another of its ranks, or another worker, wait for it.
                 self._unclaimed.drop([room for room in of_rank if {*self._asked(room)} <= lost.keys()], reason)
-            self._rooms.lose_decode(of_rank, reason)
+            self._lose(of_rank, reason)
+
+    def _lose(self, rooms: list[int], reason: str) -> None:
+        """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""
+        books = self._rooms
+        with books.lock:
+            for room in rooms:
+                if room in books.live and room not in books.refused:
+                    books.give_up(room, reason)
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
         """The live requests that go on, by the decode ranks in which they wait or that have asked for them.
@@ -138,7 +199,7 @@ class DecodeWatch:
                     sender = books.live.get(room)
                     # One that has failed stays here while something is still being written for it.
                     if sender is not None and room not in books.refused and not sender.has_failed():
-                        for rank in {*self._asked(room), *books.waiting.get(room, ())}:
+                        for rank in {*self._asked(room), *self._waiting.get(room, ())}:
                             found.setdefault(rank, []).append(room)
         for first in range(0, len(unclaimed), AT_ONCE):
             with books.lock:
