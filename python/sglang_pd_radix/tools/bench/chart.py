@@ -23,7 +23,6 @@ class Line:
     color: str
     points: Sequence[Point]
     opacity: float = 1.0
-    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class Chart:
                     [y for _, y in points],
                     color=line.color,
                     alpha=line.opacity,
-                    linestyle="--" if line.dashed else "-",
                     linewidth=1.4,
                     label=None if line.name in named else line.name,
                 )
