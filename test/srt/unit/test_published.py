@@ -167,7 +167,7 @@ def test_docs_have_every_pair():
 
 def test_a_record_has_the_figures_and_not_the_rest(tmp_path):
     document = a_document()
-    document["setting"]["command"] = "pd-radix bench --only a --out r --work-dir r --runs 2 --out=r"
+    document["setting"]["command"] = "pd-radix bench --only a --work-dir r --runs 2 --work-dir=r"
     record = records_of.compact(document)
     assert record["setting"]["command"] == "pd-radix bench --only a --runs 2"
     (entry,) = record["workloads"]
