@@ -739,8 +739,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
 # What admission, commit and resume use of the worker, each for one request.
 PARTS = {
     "the policy": lambda w: (w.queue.policy, "enter"),
-    "what it waits for": lambda w: (w.queue.policy, "find_leader"),
-    "its standing": lambda w: (w.queue.policy, "candidate"),
+    "its match": lambda w: (w.queue.policy, "find"),
     "the plan": lambda w: (w.queue.accounts, "plan"),
     "a metadata buffer": lambda w: (w.meta_alloc, "alloc"),
     "the metadata": lambda w: (w.meta, "get_buf"),

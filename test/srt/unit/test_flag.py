@@ -102,18 +102,6 @@ def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monke
     assert args.disable_radix_cache == (not flag)
 
 
-@pytest.mark.parametrize(
-    "given", [("--disaggregation-decode-admission", "fcfs"), ("--disaggregation-decode-max-overtaken", "5")]
-)
-def test_the_order_of_admission_is_of_a_worker_with_a_radix_cache(parse, given):
-    parse(*DECODE, FLAG, *given)
-    for role in (DECODE, PREFILL, []):
-        with pytest.raises(ValueError, match=f"{given[0]} needs {FLAG}. Give both to the decode worker"):
-            parse(*role, *given)
-    # What is the default changes nothing.
-    parse(*PREFILL, "--disaggregation-decode-admission", "prefix", "--disaggregation-decode-max-overtaken", "32")
-
-
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
 
 

@@ -55,22 +55,6 @@ def test_rows_that_are_last_already_are_not_sorted():
     assert pool.free_slots == [*range(500)] and asked == [499, 498, 497]
 
 
-def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():
-    """Its watch ends before its KV enters the tree; those that wait are moved on."""
-    world, prompt = World(size=128), tokens(4, 24)
-    first, waits = world.arrive(prompt), world.arrive([*prompt, 9, 9, 9, 9])
-    for decode_req in (first, waits):
-        world.handshake(decode_req)
-    world.step()
-    compared, enter = [], world.tree.watches._enter
-    world.tree.watches._enter = lambda watch, *leaf: compared.append(watch) or enter(watch, *leaf)
-    watch = waits.entry.watch
-    world.complete(first)
-    world.step()
-    assert compared == [watch] and waits.kv_receiver.prefix_len == 24
-    world.check()
-
-
 class Reason:
     pass
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from decode_world import World
+from decode_world import World, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
-from test_followers import queue
-from test_traps import tokens
-from test_wanted_leaves import fill
+from test_traps import fill, tokens
 
 
 class Leaf(SimpleNamespace):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import World, aborted
+from decode_world import World, aborted, queue
 from host_world import HostSizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
-from test_followers import queue
 from test_life_of_a_request import Life
 from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask

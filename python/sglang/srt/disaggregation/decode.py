@@ -191,6 +191,9 @@ class HybridMambaDecodeReqToTokenPool(KeptStates, engine.HybridMambaDecodeReqToT
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
 
+    # An extra may put others in their place.
+    schedule_type, admission_type = Schedule, Admission
+
     def __init__(self, *args, **kwargs):
         """Adds what the engine's queue needs beside a cache."""
         super().__init__(*args, **kwargs)
@@ -222,9 +225,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
+        self.schedule = self.schedule_type(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         events = events_of(self.scheduler.server_args)
-        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks)
+        self.admission = self.admission_type(
+            tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks
+        )
         self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
 
     # ---- requests that come ----
@@ -249,7 +254,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _welcome(self, decode_req: DecodeRequest) -> None:
         """Make a new request known: to the tree, to its prefill and to the tier."""
-        # From here on the tree knows what is waited for.
         self.schedule.entry_of(decode_req)
         self.announcements.add(decode_req)
         if not is_warmup(decode_req.req):
@@ -398,6 +402,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 class DecodeTransferQueue(engine.DecodeTransferQueue):
     """Transfers of a decode worker with a radix cache; without the flag, every method is the engine's own."""
 
+    # An extra may put another in its place.
+    policy_type = AdmissionPolicy
+
     def __init__(self, *args, **kwargs):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
@@ -410,7 +417,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             # The engine's way through the staging buffer knows of no prefix.
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
-            self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
+            self.policy = self.policy_type.of(self.scheduler.server_args, self.tree_cache)
             self.hooks = Hooks(DecodeHooks, self)
             self.policy.know(self.hooks)
 
@@ -459,7 +466,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 ended.append(decode_req.req)
                 self._set_aside(decode_req, released, decode_req.kv_receiver is None or is_warmup(decode_req.req))
             else:
-                # First: what it waits for no longer need not be looked for in the tree again.
+                # First: it waits no longer, and need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
@@ -493,7 +500,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed here or on another rank."""
-        # Of those that waited for it, the first becomes the leader of the others.
         self.policy.leave(decode_req.entry)
         if decode_req.entry is not None and decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)

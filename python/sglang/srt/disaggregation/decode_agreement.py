@@ -2,8 +2,8 @@
 
 Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their negatives,
 the figures that admission decides by. The minimum of a figure and the negated minimum of its negative are the least and
-the greatest value over the ranks: where they are the same, all ranks have it. What goes by a clock the first rank
-decides; the others add nothing to its word.
+the greatest value over the ranks: where they are the same, all ranks have it. What is measured the first rank decides;
+the others add nothing to its word.
 
 Upstream: none is known that agrees on prefixes and admission in one reduction.
 """
@@ -24,14 +24,10 @@ __all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not.
 WINDOW = 256
-# Requests of which ranks compare one by one what their trees hold. Of all of the window they compare a digest; where
-# that differs, a step admits these alone.
+# Requests of which ranks compare one by one what their trees hold: a step admits no others, unless it compares more.
 CANDIDATES = 8
-SHARED_FIGURES = 8
+SHARED_FIGURES = 7
 _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
-# Of the requests of the window, that many stand in one figure, a bit each.
-_BITS = 32
-_WORDS = WINDOW // _BITS
 # Steps in a row that TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
@@ -42,9 +38,8 @@ class Agreement:
 
     low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
     2: and lets others bring its delta): of each request of the window, by MIN. same: for each candidate, whether all
-    ranks' trees hold the same of it; alike: whether they do of all of the window. expired: the requests of the window,
-    by index, that by the first rank's clock have waited long enough for what they wait for. measured: figures of 0 or
-    more of the first rank.
+    ranks' trees hold the same of it; alike: whether all that was compared is the same. measured: figures
+    of 0 or more of the first rank.
     """
 
     low: list[int]
@@ -53,7 +48,6 @@ class Agreement:
     capable: list[int]
     same: list[bool]
     alike: bool
-    expired: list[int]
     measured: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -68,17 +62,15 @@ def agree(
     held: Sequence[tuple[int, int]],
     polls: Sequence[int],
     capable: Sequence[int],
-    expired: Sequence[int] = (),
     measured: Sequence[int] = (),
     digest: int = 0,
 ) -> Agreement:
     """Reduce over ``group``.
 
     shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
-    `CANDIDATES`; digest: of the same two of all of the window. polls, capable: for each request of the window, at most
-    `WINDOW`. expired: by this rank's clock, see `Agreement`. measured: by the first rank, as many figures of 0 or more
-    on each. Raises ValueError for other numbers: the ranks would take one figure for another, or reduce tensors of
-    different sizes.
+    `CANDIDATES`; digest: of the same two of more. polls, capable: for each request of the window, at most `WINDOW`.
+    measured: by the first rank, as many figures of 0 or more on each. Raises ValueError for other numbers: the ranks
+    would take one figure for another, or reduce tensors of different sizes.
     """
     if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
         raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
@@ -86,14 +78,9 @@ def agree(
     state += [0] * (_STATE - 1 - len(state))
     state.append(digest)
     pad = [0] * (WINDOW - len(polls))
-    words = [0] * _WORDS
-    from_first = [0] * len(measured)
-    if dist.get_rank(group) == 0:
-        # Below what the others say.
-        for i in expired:
-            words[i // _BITS] -= 1 << i % _BITS
-        from_first = [-figure for figure in measured]
-    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *words, *from_first]
+    # Below what the others say.
+    from_first = [-figure for figure in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
+    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     agreed = reduced.tolist()
@@ -107,8 +94,7 @@ def agree(
         capable=agreed[first + WINDOW : first + WINDOW + len(polls)],
         same=same,
         alike=all(same) and low[-1] == high[-1],
-        expired=_bits(agreed[first + 2 * WINDOW : first + 2 * WINDOW + _WORDS]),
-        measured=[-figure for figure in agreed[first + 2 * WINDOW + _WORDS :]],
+        measured=[-figure for figure in agreed[first + 2 * WINDOW :]],
     )
 
 
@@ -145,31 +131,24 @@ def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
     return [int(poller.poll()) for poller in pollers]
 
 
-def _bits(words: Sequence[int]) -> list[int]:
-    return [n * _BITS + bit for n, word in enumerate(words) if word for bit in range(_BITS) if -word >> bit & 1]
-
-
 class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
     queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows, and figures of host memory, if
-    there is any. buffers: for metadata. order: of each candidate its place in the window, and what it waits for.
-    leader_version: see `PrefixWatches`.
+    there is any. buffers: for metadata. order: of the candidates, and what else it goes by.
     """
 
     queued: int
     retracted: int
     memory: Sequence[int]
     buffers: int
-    order: Sequence[tuple[int, int]]
-    leader_version: int
+    order: str
 
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
         available, windows, evictable, rows, *host = self.memory
-        line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers};{host}"
-        order = zlib.crc32(line.encode())
-        return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leader_version]
+        order = zlib.crc32(f"{self.order};{rows};{self.buffers};{host}".encode())
+        return [self.queued, rooms, available, windows, evictable, self.retracted, order]
 
 
 class Ranks:
@@ -198,12 +177,11 @@ class Ranks:
         held: Sequence[tuple[int, int]],
         polls: Sequence[int],
         capable: Sequence[int],
-        expired: Sequence[int],
         measured: Sequence[int] = (),
         digest: int = 0,
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        told = agree(self.group, shared, held, polls, capable, expired, measured, digest)
+        told = agree(self.group, shared, held, polls, capable, measured, digest)
         if told.in_step:
             self.disagreements = 0
             return told
@@ -216,6 +194,6 @@ class Ranks:
         if self.disagreements == DISAGREEMENTS:
             raise RuntimeError(
                 f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode holds (queue length, rooms, "
-                "available, available for windows, evictable, retracted, order with rows and host memory, version of "
-                f"the leaders: lowest {told.low}, highest {told.high})"
+                "available, available for windows, evictable, retracted, order with rows and host memory: "
+                f"lowest {told.low}, highest {told.high})"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
-from sglang.srt.mem_cache.prefix_watch import PrefixWatches
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["DecodeRadixCache", "add_layer", "insert_below", "is_warmup", "path_to", "reserve"]
+__all__ = ["DecodeRadixCache", "NodeWatches", "add_layer", "insert_below", "is_warmup", "path_to", "reserve"]
 
 _layers: list[type[DecodeRadixCache]] = []
 
@@ -104,16 +103,49 @@ def _slots_between(above: TreeNode, node: TreeNode) -> torch.Tensor:
     return torch.cat(parts[::-1])
 
 
+class NodeWatches:
+    """What a tree tells of each change of its nodes, and what of them it evicts last: here none."""
+
+    def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
+        """on_leave: told of a node that is wanted no longer, or less of it."""
+        self.changes = 0
+
+    def on_reset(self) -> None:
+        """The tree is empty, with a new root."""
+        self.changes += 1
+
+    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """``upper`` has taken the first tokens of ``lower`` from it."""
+        self.changes += 1
+
+    def on_removal(self, node: TreeNode) -> None:
+        """The leaf ``node`` has been evicted."""
+        self.changes += 1
+
+    def on_new_leaf(self, node: TreeNode) -> None:
+        """A leaf has been added."""
+        self.changes += 1
+
+    def wanted(self, node: TreeNode) -> int:
+        """Tokens from the start of ``node``, whole pages, that are evicted last."""
+        return 0
+
+    def waiting(self, node: TreeNode) -> int:
+        """For how many that is so."""
+        return 0
+
+
 class DecodeRadixCache(RadixCache):
     """Radix cache of a decode worker.
 
     Differs from the engine's in five ways: it can be asked without being changed (`peek`), it evicts an exact number
-    of pages (`evict_shortfall`), it knows what queued requests match (`watches`), it only takes KV that has been
-    committed, and it keeps a ledger of its locks.
+    of pages (`evict_shortfall`), it tells of changes (`watches`), it only takes KV that has been committed, and it
+    keeps a ledger of its locks.
     """
 
-    # What reads it, and makes its keys; an extra may put another in its place.
+    # What reads it, and makes its keys, and what it tells of changes; an extra may put another in their place.
     reader_type = PrefixReader
+    watches_type = NodeWatches
     # The other pool of a model with sliding windows.
     windows: WindowSlots | None = None
     # Where its KV is kept beside its pool.
@@ -169,7 +201,7 @@ class DecodeRadixCache(RadixCache):
             self.watches.on_reset()
         else:
             self.reader = self.reader_type(self)
-            self.watches = PrefixWatches(self, self.no_longer_wanted)
+            self.watches = self.watches_type(self, self.no_longer_wanted)
         self.generation = getattr(self, "generation", 0) + 1
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
@@ -317,18 +349,18 @@ class DecodeRadixCache(RadixCache):
         """A request does not wait for ``node`` any more."""
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Tells the requests that watch ``child`` of the split."""
+        """Tells of the split."""
         upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """Tells the requests that watch ``node`` of its removal."""
+        """Tells of the removal."""
         super()._delete_leaf(node)
         self.watches.on_removal(node)
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Tells those who watch for a new leaf of it."""
+        """Tells of a new leaf."""
         self.growth += 1
         before = len(self.kv_event_queue)
         super()._record_store_event(node)

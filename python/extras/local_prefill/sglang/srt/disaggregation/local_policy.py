@@ -17,7 +17,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy"]
+__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy", "ShortTransfers"]
 
 UNIT = 1000  #: A decode step.
 #: Decode steps give one part in so many of their time to steps over prompts, if this many requests or more decode. If
@@ -70,6 +70,29 @@ AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)  #: A chat's 
 def _has_prompts(batch: Any) -> bool:
     """Whether a step computes prompts, on this or another of the DP ranks that step together."""
     return bool(getattr(batch, "is_extend_in_batch", False))
+
+
+class ShortTransfers:
+    """How long the last transfers from prefills took, from admission to commit."""
+
+    KEPT = 8
+    # What a transfer of fewer tokens takes is not for its tokens.
+    LEAST_TOKENS = 256
+    # Older ones say nothing of what a prefill does now.
+    LATE_S = 30.0
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque(maxlen=self.KEPT)
+
+    def done(self, tokens: int, seconds: float) -> None:
+        """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
+        self._last.append((time.monotonic(), seconds / max(tokens, self.LEAST_TOKENS)))
+
+    def short(self) -> float | None:
+        """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
+        since = time.monotonic() - self.LATE_S
+        found = [seconds_per_token for at, seconds_per_token in self._last if at > since]
+        return median(found) * self.LEAST_TOKENS if found else None
 
 
 class Bucket:

@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from decode_world import World, aborted
+from decode_world import World, aborted, asked, queue, sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
-from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_admission import (
-    Candidate,
-    Standing,
-    Transfers,
-    WaitLimit,
-    admission_order,
-)
+from sglang.srt.disaggregation import admission_step, decode_admission, prefix_admission, prefix_policy, prefix_schedule
+from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.prefix_policy import Candidate, Standing, Transfers, WaitLimit, admission_order
+from test_decode_windows import world_of
 from test_traps import serve, serve_to_end, tokens
 
+CLOCKS = decode_admission, prefix_policy, prefix_schedule, prefix_admission
 FCFS = {"disaggregation_decode_admission": "fcfs"}
-
-
-def queue(world: World, *prompts: list[int], **options: Any) -> list[DecodeRequest]:
-    """Requests that have shaken hands and wait for a step."""
-    arrived = [world.arrive(prompt, **options) for prompt in prompts]
-    for decode_req in arrived:
-        world.handshake(decode_req)
-        # The engine drops it at commit.
-        decode_req.wire = decode_req.kv_receiver
-    return arrived
-
-
-def asked(requests: list[DecodeRequest]) -> list[bool]:
-    return [decode_req.wire.asked for decode_req in requests]
-
-
-def sent(requests: list[DecodeRequest]) -> int:
-    """Pages asked of prefill."""
-    return sum(len(decode_req.wire.page_indices) for decode_req in requests)
 
 
 # ---- following ----
@@ -117,7 +93,7 @@ def test_a_chain_keeps_none_that_have_gone(monkeypatch):
     """Each extends the one before, comes while that is in transfer, and gives up waiting for it."""
     world = World(size=4096, page_size=4, max_reqs=8, watermark=0)
     clock = 100.0
-    for module in (decode_admission, decode_schedule, admission_step):
+    for module in CLOCKS:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
     prompt, flying = tokens(1, 40), []
     for n in range(20):
@@ -276,7 +252,7 @@ def test_a_herd_whose_leader_takes_long_asks_for_one_more_copy_at_a_time(known: 
 def test_nobody_waits_for_ever_behind_those_that_come_later(clients: int, patience: float, limits: int, monkeypatch):
     """They find more of themselves in the tree, and so lead next. Those that hang up ask again; limits: of the wait."""
     clock = 100.0
-    for module in (decode_admission, decode_schedule, admission_step):
+    for module in CLOCKS:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
     bound = {"disaggregation_decode_max_overtaken": 4}
     world = World(size=4096, page_size=4, max_reqs=32, watermark=0, options=bound)
@@ -414,6 +390,95 @@ def test_transfers_go_on_while_a_retracted_request_waits():
     world.complete(moving)
     world.step()
     assert moving.req in world.running and world.queue.retracted_queue
+
+
+@pytest.mark.parametrize("followers", [150, 189, 260, 400])
+def test_those_who_wait_for_one_transfer_hide_nobody(followers: int):
+    """Who comes after hundreds of them, and did not fit in the step in which it had shaken hands."""
+    world = World(size=8192, page_size=4, reserved=2, max_reqs=500)
+    shared = tokens(1, 64)
+    (leader,) = queue(world, shared)
+    world.step()
+    herd = queue(world, *(shared + tokens(2 + n % 90, 4) for n in range(followers)))
+    for _ in range(5):
+        world.step()
+    rows = [*world.pool.free_slots]
+    world.pool.free_slots.clear()
+    (other,) = queue(world, tokens(99, 8))
+    world.step()
+    assert not other.kv_receiver.asked
+    world.pool.free_slots.extend(rows)
+    for _ in range(3 * followers // WINDOW + 3):
+        world.step()
+    assert other.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in herd)
+    # Nor are they forgotten.
+    for _ in range(8):
+        for decode_req in list(world.transfer.queue):
+            world.complete(decode_req)
+        world.step()
+    assert all(follower.wire.asked for follower in herd)
+
+
+@pytest.mark.parametrize("others", [WINDOW, 400])
+def test_followers_are_not_hidden_by_those_who_follow_nobody(others: int):
+    """They go as soon as what they wait for has come."""
+    world = World(size=8192, page_size=4, reserved=2, max_reqs=8)
+    shared = tokens(1, 64)
+    (leader,) = queue(world, shared)
+    world.step()
+    (follower,) = queue(world, shared + tokens(2, 4))
+    world.step()
+    rows = [*world.pool.free_slots]
+    world.pool.free_slots.clear()
+    # Of a higher place in nothing but their number.
+    queue(world, *([100 + n % 50, 150 + n // 50, 1, 1] for n in range(others)))
+    for _ in range(5):
+        world.step()
+    world.complete(leader)
+    world.pool.free_slots.extend(rows)
+    world.step()
+    assert follower.wire.asked
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_followers_have_windows_of_their_own(page_size):
+    """They wait for what the leader's commit will share, which is not all that it brings."""
+    world, shared = world_of(page_size), tokens(1, 44)
+    leader = world.arrive(shared)
+    followers = [world.arrive(shared), world.arrive(shared + tokens(2, 30))]
+    for decode_req in (leader, *followers):
+        world.handshake(decode_req)
+    world.step()
+    assert leader.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in followers)
+    end = world.window_start(44)
+    assert [follower.entry.coming for follower in followers] == [end, end]
+    world.complete(leader)
+    world.step()
+    assert [follower.req.decode_prefix_len for follower in followers] == [end, end]
+    world.check()
+    for follower in followers:
+        world.complete(follower)
+    world.step()
+    world.check()
+    for req in (leader.req, *(follower.req for follower in followers)):
+        world.finish(req)
+        world.check()
+
+
+def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():
+    """Its watch ends before its KV enters the tree; those that wait are moved on."""
+    world, prompt = World(size=128), tokens(4, 24)
+    first, waits = world.arrive(prompt), world.arrive([*prompt, 9, 9, 9, 9])
+    for decode_req in (first, waits):
+        world.handshake(decode_req)
+    world.step()
+    compared, enter = [], world.tree.watches._enter
+    world.tree.watches._enter = lambda watch, *leaf: compared.append(watch) or enter(watch, *leaf)
+    watch = waits.entry.watch
+    world.complete(first)
+    world.step()
+    assert compared == [watch] and waits.kv_receiver.prefix_len == 24
+    world.check()
 
 
 # ---- the order ----

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, NodeWatches
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["PrefixWatches", "Watch", "wanted_tokens"]
 
@@ -162,11 +160,12 @@ def wanted_tokens(watches: PrefixWatches) -> int:
     return tokens + sum(span for node, span in ends.items() if node.lock_ref == 0 and node not in whole)
 
 
-class PrefixWatches:
+class PrefixWatches(NodeWatches):
     """All watches of one tree, by node, and there by place: how far into the node, and the page that comes next."""
 
     def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
         """on_leave: told of a node that a waiting prompt no longer matches, or matches less of."""
+        super().__init__(tree, on_leave)
         self._tree = tree
         self._on_leave = on_leave
         self._at: dict[TreeNode, dict[tuple[int, Any], _Group]] = {}
@@ -257,20 +256,19 @@ class PrefixWatches:
     # ---- what eviction asks ----
 
     def wanted(self, node: TreeNode) -> int:
-        """Tokens from the start of ``node``, whole pages, that some waiting prompt matches up to and not beyond."""
+        """Tokens that some waiting prompt matches up to and not beyond."""
         places = self._at.get(node)
         if not places:
             return 0
         return max((place[0] for place, group in places.items() if group.waiting), default=0)
 
     def waiting(self, node: TreeNode) -> int:
-        """Prompts whose match ends in ``node`` and that wait."""
+        """Prompts whose match ends there and that wait."""
         return sum(len(group.waiting) for group in self._at.get(node, {}).values())
 
     # ---- what happens to the tree ----
 
     def on_reset(self) -> None:
-        """The tree is empty, with a new root."""
         watches = list(self)
         self._at.clear()
         for watch in watches:
@@ -278,10 +276,7 @@ class PrefixWatches:
             self._put(watch, self._tree.root_node, 0)
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """``upper`` has taken the first tokens of ``lower`` from it.
-
-        Thousands may wait there, and those of one place stay together.
-        """
+        """Thousands may wait there, and those of one place stay together."""
         places = self._at.pop(lower, None)
         if not places:
             return
@@ -296,7 +291,7 @@ class PrefixWatches:
         self._on_leave(lower)
 
     def on_removal(self, node: TreeNode) -> None:
-        """The leaf ``node`` has been evicted. What comes next to all that ended in it is its first page."""
+        """What comes next to all that ended in it is its first page."""
         places = self._at.pop(node, None)
         if not places:
             return
@@ -314,7 +309,7 @@ class PrefixWatches:
                 self._join(together, watch)
 
     def on_new_leaf(self, node: TreeNode) -> None:
-        """A leaf has been added. Cost: those who wait for it are compared with it as far as is not known of another."""
+        """Cost: those who wait for it are compared with it as far as is not known of another."""
         parent = node.parent
         places = self._at.get(parent)
         if not places:

@@ -1,20 +1,22 @@
-"""Admission over two TP ranks: long queues, clocks and paces that differ, peers of which one rank knows more."""
+"""Admission by prefix over two TP ranks: clocks and paces that differ, peers of which one rank knows more."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_step_costs
 import torch.distributed as dist
-from decode_world import World, end_patience
+from decode_world import World, asked, end_patience, queue, sent
 from ranks import assert_same
-from sglang.srt.disaggregation import admission_step, decode_admission, decode_schedule
-from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS, SHARED_FIGURES, WINDOW, agree
-from test_followers import asked, queue, sent
-from test_traps import Rank, serve_to_end, tokens
+from sglang.srt.disaggregation import admission_step
+from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.prefix_policy import Expired
+from test_followers import CLOCKS
+from test_traps import Rank, tokens
 
 
 def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:
@@ -66,7 +68,7 @@ def set_clock(clock: Callable[[], float]) -> None:
         monotonic = staticmethod(clock)
         perf_counter = time.perf_counter
 
-    for module in (decode_admission, decode_schedule, admission_step):
+    for module in CLOCKS:
         module.time = Clock  # type: ignore[attr-defined]
 
 
@@ -225,42 +227,46 @@ def test_who_may_follow_is_agreed(pair, knows):
     assert admitted == [True, True, True] and prefix_len == 0 and worst == 0
 
 
-def decides(rank: int) -> list[Any]:
-    expired = [[0, 31, 32, WINDOW - 1], [1, 2, 32]][rank]
-    n = WINDOW if rank == 0 else WINDOW
-    told = agree(dist.group.WORLD, [0] * SHARED_FIGURES, [], [KVPoll.WaitingForInput] * n, [True] * n, expired)
-    return [told.expired, told.in_step, min(told.polls), min(told.capable)]
+def herd(rank: int, lost: str) -> list[tuple]:
+    """Four requests of one prefix and one that shares nothing. The leader is lost on one rank only, or on none."""
+    me = Rank(rank, 256)
+    requests = [me.arrive(tokens(1, 32) + tokens(n, 4)) for n in range(2, 6)] + [me.arrive(tokens(9, 20))]
+    for decode_req in requests:
+        me.world.handshake(decode_req)
+    wires = [decode_req.kv_receiver for decode_req in requests]
 
+    def lose() -> None:
+        if rank == 1:
+            wires[0].abort()
 
-def test_what_goes_by_a_clock_the_first_rank_decides(pair):
-    expired, in_step, poll, capable = assert_same(pair.run(decides))
-    assert expired == [0, 31, 32, WINDOW - 1] and in_step and poll == KVPoll.WaitingForInput and capable
-
-
-def silent_prefill(rank: int, silent: int) -> list[Any]:
-    """So many requests of a prefill that does not answer came first; those of another prefill keep coming."""
-    me = Rank(rank, 1024)
-    for n in range(silent):
-        me.world.arrive([n % 250, n // 250, 1, 1])
-    others: list[Any] = []
-    for n in range(24):
-        others += queue(me.world, [n, 251, 1, 1], prefill="b:1", max_new=1)
-        me.world.step()
+    def arrive() -> None:
         for decode_req in list(me.world.transfer.queue):
             me.world.complete(decode_req)
-        for req in list(me.world.running):
-            me.world.finish(req)
-    waited = [n for n, dr in enumerate(others) if not dr.wire.asked]
-    return [waited, me.world.queue.ranks.disagreements, len(me.world.queue.queue) - silent]
+
+    def patience_ends() -> None:
+        # One rank's clock is ahead: it would no longer wait.
+        if rank == 1:
+            for decode_req in me.world.queue.queue:
+                end_patience(decode_req.entry)
+
+    plan: dict[int, list] = {4: [arrive], 8: [arrive], 12: [arrive]}
+    if lost == "leader":
+        plan[2] = [lose]
+    if lost == "patience":
+        plan[2] = [patience_ends]
+    return me.run(plan)
 
 
-@pytest.mark.parametrize("silent", [100, 300, 1000])
-def test_a_prefill_that_does_not_answer_hides_no_other(pair, silent):
-    """A step looked at the first 256 of the queue, whoever they waited for, and nobody behind them was admitted."""
-    waited, disagreements, queued = assert_same(pair.run(silent_prefill, silent))
-    assert disagreements == 0
-    # Some steps until it is their turn to be asked about.
-    assert len(waited) == queued <= 1 + silent // 128
+@pytest.mark.parametrize("lost", ["nothing", "leader", "patience"])
+def test_ranks_follow_alike(pair, lost):
+    """Who waits for whom is the same on all ranks, also when one rank loses the leader, or its patience, first."""
+    decisions = assert_same(pair.run(herd, lost))
+    admitted = [(n, rid, prefix) for n, decision in enumerate(decisions) for rid, prefix in decision[0]]
+    alone = [(rid, prefix) for n, rid, prefix in admitted if n < 4]
+    leaders = ["r1", "r2"] if lost == "leader" else ["r1"]
+    assert sorted(alone) == sorted([(rid, 0) for rid in [*leaders, "r5"]])
+    assert sorted(admitted) == admitted and {prefix for n, _, prefix in admitted if n >= 4} == {32}
+    assert len(admitted) == 5
 
 
 def test_a_leader_that_does_not_pay_hides_none_that_does():
@@ -284,49 +290,29 @@ def test_a_leader_that_does_not_pay_hides_none_that_does():
     world.check()
 
 
-def test_a_retracted_request_that_is_aborted_holds_nobody_up():
-    """It did not fit, was aborted, and what waits in the queue was not looked at for some steps."""
-    world = World(size=128, page_size=4, reserved=2)
-    queue(world, tokens(1, 40), tokens(2, 40), max_new=8)
-    for _ in range(2):
-        world.step()
-        for decode_req in list(world.transfer.queue):
-            world.complete(decode_req)
-    assert len(world.running) == 2
-    req = world.running[1]
-    for _ in range(4):
-        world.decode()
-    world.retract(req)
-    (other,) = queue(world, tokens(5, 4), max_new=1)
-    # What it takes to come back, others hold; for the other there is enough.
-    world.tree.evict_shortfall(world.tree.evictable_size())
-    taken = world.allocator.alloc(world.allocator.available_size() - 16)
-    world.step()
-    assert req in world.queue.retracted_queue and not other.wire.asked
-    world.abort_retracted(req)
-    world.step()
-    assert other.wire.asked
-    world.allocator.free(taken)
-    world.check()
+@pytest.mark.parametrize("expired", [[n] for n in (0, 1, 31, 32, WINDOW - 1)] + [[*range(WINDOW)], []])
+def test_every_request_has_its_bit(expired):
+    gave_up: list[int] = []
+    entries: Any = [SimpleNamespace(give_up=lambda n=n: gave_up.append(n)) for n in range(WINDOW)]
+    first, other = Expired(), Expired()
+    first.note(entries, expired)
+    assert len(first.own()) == Expired.width and min(first.own()) >= 0
+    other.note(entries, [7])
+    other.take(first.own())
+    assert gave_up == expired
 
 
-def differ_for_long(rank: int, differing: int) -> list[Any]:
-    """One rank's tree has lost 4 tokens, and a request waits."""
-    world = World(size=256, page_size=4, group=dist.group.WORLD)
-    serve_to_end(world, tokens(1, 32))
-    if rank == differing:
-        world.tree.evict_shortfall(4)
-    queue(world, tokens(2, 8))
-    for step in range(2 * DISAGREEMENTS):
-        try:
-            world.step()
-        except RuntimeError as error:
-            return [step, str(error)]
-    return ["goes on", ""]
-
-
-@pytest.mark.parametrize("differing", [0, 1])
-def test_ranks_that_differ_for_long_end_together(pair, differing):
-    """They skip steps, and would for ever: nothing brings them together again."""
-    steps, why = assert_same(pair.run(differ_for_long, differing))
-    assert steps == DISAGREEMENTS - 1 and "TP ranks have disagreed for 64 steps" in why
+@pytest.mark.parametrize(
+    ("case", "at_once", "most"),
+    [
+        # All fit, and are admitted in the first step; the others reduce the polls of their transfers.
+        ((64, 0, 0, 64, 64), 64, 15),
+        # As many fit as well where each has to evict for it.
+        ((64, 16, 0, 12, 520), 12, 15),
+    ],
+    ids=["memory is free", "each evicts"],
+)
+def test_ranks_admit_at_once_what_fits_and_meet_at_most_once_a_step(pair, case, at_once, most):
+    admitted, collectives = zip(*assert_same(pair.run(test_step_costs.ranks, *case)), strict=True)
+    assert admitted == (at_once, *[0] * 14) and max(collectives) <= 1, f"admitted {admitted}, {collectives}"
+    assert sum(collectives) <= most, collectives

@@ -1,4 +1,4 @@
-"""The decisions of `decode_admission` one by one: whose turn it is, who was overtaken, and who waits for whom.
+"""The decisions of `prefix_policy` one by one: whose turn it is, who was overtaken, and who waits for whom.
 
 What becomes of them on a worker is in `test_followers.py`.
 """
@@ -6,18 +6,22 @@ What becomes of them on a worker is in `test_followers.py`.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
-from decode_world import World
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy as Policy
-from sglang.srt.disaggregation.decode_admission import QueueEntry as Entry
-from sglang.srt.disaggregation.decode_admission import Turns
-from test_followers import asked, queue
+from decode_world import World, asked, queue
+from sglang.srt.disaggregation.decode_adder import Added
+from sglang.srt.disaggregation.decode_budget import Memory
+from sglang.srt.disaggregation.prefix_admission import PrefixAdder
+from sglang.srt.disaggregation.prefix_policy import PrefixEntry as Entry
+from sglang.srt.disaggregation.prefix_policy import PrefixPolicy as Policy
+from sglang.srt.disaggregation.prefix_policy import Turns
+from test_decode_adder import Step
 from test_traps import tokens
 
 
 def entry(arrival: int, priority: int = 0, **more: int) -> Entry:
-    made = Entry(arrival, priority, "prefill", None)
+    made = Entry(arrival, priority, "prefill")
     for name, value in more.items():
         setattr(made, name, value)
     return made
@@ -159,3 +163,30 @@ def test_a_warm_up_shares_nothing():
     assert not rules.may_follow
     rules.committed(waits)
     assert rules.departures == 1 and rules.transfers.pace("prefill") is None
+
+
+# ---- one step ----
+
+
+class Adding(Step):
+    """Of which each of four could be admitted."""
+
+    def make(self, *args: Any, max_overtaken: int = 1) -> Any:
+        self.entries = [entry(n) for n in range(4)]
+        return PrefixAdder(policy(max_overtaken), lambda: self.entries, *args)
+
+
+def test_no_more_than_half_of_what_is_free_is_kept_for_those_who_follow():
+    """Their prefill may stand still, and that of the next be idle."""
+    step = Adding()
+    for _ in range(80):
+        step.adder.wait(lambda: Memory(30))
+    assert step.add(1, 51) is Added.NO_MEMORY and step.add(1, 50) is Added.YES
+
+
+def test_nobody_is_overtaken_more_often_than_the_bound():
+    step = Adding(max_overtaken=1)
+    assert [step.add(2, 1), step.add(3, 1)] == [Added.YES, Added.NOT_ITS_TURN]
+    # The first two were passed by once.
+    assert step.adder.overtaken() == 2
+    assert [entry.overtaken for entry in step.entries] == [1, 1, 0, 0]
