@@ -39,6 +39,8 @@ class StepWorker(Worker):
     late = False
     running = property(lambda self: len(self.scheduler.running_batch.reqs))
     waiting = property(lambda self: len(self.queue.queue))
+    # Without the flag nobody does, nor without the extra prefix_order.
+    follows = property(lambda self: self.queue.has_radix and hasattr(self.queue.policy, "wait_limit"))
 
     def _enqueue(self, req: Req) -> DecodeRequest:
         made = super()._enqueue(req)
@@ -56,7 +58,8 @@ class StepWorker(Worker):
         """Requests arrive, and behind them others that wait for the transfer of the first of these."""
         self.add(answers)
         self.late = True
-        self.add([LONG] * (WAIT + 1), shared=8192, own=32, prefixes=1)
+        if self.follows or not self.queue.has_radix:
+            self.add([LONG] * (WAIT + 1), shared=8192, own=32, prefixes=1)
 
     def replace_ended(self) -> None:
         """One arrives for each that has ended."""
@@ -70,7 +73,7 @@ class StepWorker(Worker):
         Requests arrive between steps: what that takes is not looked at.
         """
         self.live, self.late = [], False
-        if self.queue.has_radix:
+        if self.follows:
             # However slow the machine, nobody gives up waiting for another's transfer.
             self.queue.policy.wait_limit.least = float(LONG)
         turn, patience = -state.warm - 1, iter(range(20_000, -1, -1))
@@ -102,7 +105,7 @@ class StepWorker(Worker):
 class State(NamedTuple):
     """begin: requests arrive. ready: whether the state is reached, and holds. between: called before each step.
 
-    warm, steps: how many are left out, and looked at. Without the flag nobody waits for another's transfer.
+    warm, steps: how many are left out, and looked at.
     """
 
     begin: Callable[[StepWorker], None]
@@ -118,8 +121,8 @@ STATES = {
         lambda w: w.add([LONG] * 2 * RUN, own=POOL // RUN - 1024 - PAGE), lambda w: w.running == RUN == w.waiting
     ),
     "no row": State(lambda w: w.add([LONG] * 2 * ROWS), lambda w: w.running == ROWS == w.waiting),
-    "following": State(lambda w: w.follow([LONG] * RUN), lambda w: w.waiting == WAIT or not w.queue.has_radix),
-    "ends": State(lambda w: w.follow(range(1, 61)), lambda w: w.waiting == WAIT or not w.queue.has_radix, warm=2),
+    "following": State(lambda w: w.follow([LONG] * RUN), lambda w: w.waiting == WAIT or not w.follows),
+    "ends": State(lambda w: w.follow(range(1, 61)), lambda w: w.waiting == WAIT or not w.follows, warm=2),
     "turnover": State(
         lambda w: w.add(range(1, RUN + 1)), lambda w: w.running > RUN // 2, lambda w, step: w.replace_ended(), 2 * RUN
     ),

@@ -11,10 +11,8 @@ import logging
 import os
 
 from sglang.srt import server_args as engine
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_support import FLAG
-from sglang.srt.mem_cache.free_watermark import watermark_part
 
 from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host
@@ -23,14 +21,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["ServerArgs"]
 
-# How often a request may be overtaken before it goes first.
-DEFAULT_MAX_OVERTAKEN = 32
 # Transfer backends whose wire carries a decode prefix.
 DELTA_BACKENDS = ("nixl", "mooncake")
-# Seconds for which a worker of a pair keeps an idle HTTP connection. Whoever gives one up first should be the router: a
-# request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
-# (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
-KEEP_ALIVE_S = 4000
 # Without what heeds it a worker would run open to everybody who reaches its ports.
 SECRET = "SGLANG_DISAGGREGATION_SECRET_FILE"
 
@@ -43,21 +35,11 @@ class _SecondName(argparse._StoreTrueAction):
         namespace.disaggregation_decode_enable_radix_cache = True
 
 
-def _check_flag_is_there(args: ServerArgs) -> None:
-    """Raise ValueError for an option that needs the flag, on a worker that has it not."""
-    if args.disaggregation_decode_admission != "prefix":
-        raise ValueError(f"--disaggregation-decode-admission needs {FLAG}. Give both to the decode worker.")
-    if args.disaggregation_decode_max_overtaken != DEFAULT_MAX_OVERTAKEN:
-        raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
-
-
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
     """Server arguments with the flags of the decode radix cache, and what they are verified for."""
 
     disaggregation_decode_enable_radix_cache: bool = False
-    disaggregation_decode_admission: str = "prefix"
-    disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
     # Whether a server by itself keeps KV under a request's key too, by its priority. No option.
     keyed = False
 
@@ -81,36 +63,10 @@ class ServerArgs(engine.ServerArgs):
             default=argparse.SUPPRESS,
             help=f"The same as {FLAG}.",
         )
-        parser.add_argument(
-            "--disaggregation-decode-admission",
-            choices=("prefix", "fcfs"),
-            default="prefix",
-            help="Order in which a decode worker with a radix cache admits requests. prefix: those whose prompt is "
-            "mostly in the tree go first, and one that extends a prompt in transfer waits for it instead of having it "
-            "sent again. fcfs: first come, first served, and nobody waits for others.",
-        )
-        parser.add_argument(
-            "--disaggregation-decode-max-overtaken",
-            type=int,
-            default=DEFAULT_MAX_OVERTAKEN,
-            metavar="N",
-            help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
-            "earlier; then it goes first. 0: none.",
-        )
-
-    def _handle_environment_variables(self) -> None:
-        """A worker of a pair outlasts its router's idle connections, where the variable is not set.
-
-        Upstream: sgl-project/sglang#20851; the engine's default is 5 s.
-        """
-        super()._handle_environment_variables()
-        if self.disaggregation_mode != "null" and not envs.SGLANG_TIMEOUT_KEEP_ALIVE.is_set():
-            envs.SGLANG_TIMEOUT_KEEP_ALIVE.set(KEEP_ALIVE_S)
 
     def _handle_pd_disaggregation(self) -> None:
         """Wraps the engine's handling, which turns the radix cache of every decode worker off, to keep it on."""
         if not self.disaggregation_decode_enable_radix_cache:
-            _check_flag_is_there(self)
             super()._handle_pd_disaggregation()
             return
         self._check_decode_radix_cache()
@@ -140,17 +96,12 @@ class ServerArgs(engine.ServerArgs):
                 f"but --disaggregation-transfer-backend is {self.disaggregation_transfer_backend!r}. "
                 f"Use one of these on prefill and decode, or leave the flag out."
             )
-        if self.disaggregation_decode_max_overtaken < 0:
-            raise ValueError(
-                f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
-            )
         for option, value, least in (
             ("--num-reserved-decode-tokens", self.num_reserved_decode_tokens, 0),
             ("--disaggregation-decode-polling-interval", self.disaggregation_decode_polling_interval, 1),
         ):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")
-        watermark_part()
         cache_support.check_not_turned_off(FLAG, self)
         cache_support.check(cache_support.DECODE, self)
 

@@ -19,7 +19,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -29,6 +28,12 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+try:
+    from sglang.srt.managers.kv_pool_state import Pools
+except ImportError:
+    # The extra pool_state is not loaded, and trees have no audit.
+    Pools = None
 
 
 def kv_of(token_ids: list[int], weights: int) -> int:
@@ -116,9 +121,10 @@ class Receiver:
 
 
 def end_patience(entry: Any) -> None:
-    """It has waited for long enough for the transfer of another."""
-    entry.since -= 1000
-    entry.due -= 1000
+    """It has waited for long enough for the transfer of another, where requests do."""
+    if hasattr(entry, "due"):
+        entry.since -= 1000
+        entry.due -= 1000
 
 
 class World(DecodeWorker):
@@ -423,14 +429,41 @@ class World(DecodeWorker):
             assert sorted(slots) == list(range(1, self.pool.mamba_pool.size + 1))
             for req in holders:
                 assert self.pool.req_index_to_mamba_index_mapping[req.req_pool_idx] == req.mamba_pool_idx
-        # What is known of each prompt that waits, or is waited for, is what the tree would say now.
+        self._check_entries()
+        # No reader sees KV of another prefix, in requests that run or in the tree.
+        for req in self.waiting + self.running:
+            tokens = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]
+            slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
+            self._check_kv(slots, tokens, self.weights_of[req.rid])
+            self.check_state(req, tokens)
+            self.check_window(req, tokens)
+        for tokens, slots in self._tree_paths(self.tree):
+            self._check_kv(slots, tokens, self.weights)
+        if Pools is not None and not holders and self.idle() and not self.tree.tier.busy:
+            # As the worker itself looks at it.
+            assert Pools(self.tree, self.allocator, self.pool, self.size).audit() == []
+        if self.tier is not None:
+            # One that is computed here is in both while it waits for its copy.
+            self.host.check(
+                self, list({id(decode_req): decode_req for decode_req in (*moving, *self.taken())}.values())
+            )
+
+    def _check_entries(self) -> None:
+        """What is known of each prompt that waits, or is waited for, is what the tree would say now."""
         computed = self.taken()
         entries = [dr.entry for dr in (*self.queue.queue, *self.transfer.queue, *computed) if dr.entry is not None]
+        for entry in entries:
+            if entry.keys is not None:
+                found = self.tree.peek(entry.keys, entry.extra_key)
+                # Its own, where a test has broken that of one policy.
+                assert type(self.queue.policy).find(self.queue.policy, entry) == found
+        if not hasattr(self.tree.watches, "leader"):
+            return
         watches = [entry.watch for entry in entries if entry.watch is not None]
         assert set(watches) == set(self.tree.watches)
         for watch in watches:
-            found = self.tree.peek(watch.token_ids, watch.extra_key)
-            assert watch.peek() == found and watch.length == found.length
+            found = watch.peek()
+            assert watch.length == found.length
             assert watch.node is (found.path[-1] if found.path else self.tree.root_node)
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
         # memory, or the next one for time or a row, that is not in each step.
@@ -442,21 +475,6 @@ class World(DecodeWorker):
             entry.leader is None or not entry.coming or entry.leader.owner in transfers or entry.leader.owner.local
             for entry in entries
         )
-        # No reader sees KV of another prefix, in requests that run or in the tree.
-        for req in self.waiting + self.running:
-            tokens = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]
-            slots = self.pool.req_to_token[req.req_pool_idx, : len(tokens)].tolist()
-            self._check_kv(slots, tokens, self.weights_of[req.rid])
-            self.check_state(req, tokens)
-            self.check_window(req, tokens)
-        for tokens, slots in self._tree_paths(self.tree):
-            self._check_kv(slots, tokens, self.weights)
-        if not holders and self.idle() and not self.tree.tier.busy:
-            # As the worker itself looks at it.
-            assert Pools(self.tree, self.allocator, self.pool, self.size).audit() == []
-        if self.tier is not None:
-            # One that is computed here is in both while it waits for its copy.
-            self.host.check(self, list({id(decode_req): decode_req for decode_req in (*moving, *computed)}.values()))
 
     def _check_kv(self, slots: list[int], tokens: list[int], weights: int) -> None:
         got = self.kv.k_buffer[0][slots].flatten().int().tolist()
@@ -479,6 +497,25 @@ class World(DecodeWorker):
             tokens, slots = tokens + list(node.key.token_ids), slots + node.value.tolist()
             yield tokens, slots
             stack.extend((child, tokens, slots) for child in node.children.values())
+
+
+def queue(world: World, *prompts: list[int], **options: Any) -> list[DecodeRequest]:
+    """Requests that have shaken hands and wait for a step."""
+    arrived = [world.arrive(prompt, **options) for prompt in prompts]
+    for decode_req in arrived:
+        world.handshake(decode_req)
+        # The engine drops it at commit.
+        decode_req.wire = decode_req.kv_receiver
+    return arrived
+
+
+def asked(requests: list[DecodeRequest]) -> list[bool]:
+    return [decode_req.wire.asked for decode_req in requests]
+
+
+def sent(requests: list[DecodeRequest]) -> int:
+    """Pages asked of prefill."""
+    return sum(len(decode_req.wire.page_indices) for decode_req in requests)
 
 
 def aborted(req: Req) -> bool:

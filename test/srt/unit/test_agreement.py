@@ -1,6 +1,6 @@
 """What TP ranks agree on, figure by figure: two ranks that are threads here and meet in the one collective.
 
-With processes and the worker around it: `test_ranks_admit.py`.
+With processes and the worker around it: `test_ranks_decide.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from decode_world import World
 from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike, of_first
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike
 from test_traps import serve_to_end, tokens
 
-SHARED = [7, 2**40, 0, 3, 1, 0, 9, 4]
+SHARED = [7, 2**40, 0, 3, 1, 0, 9]
 
 
 class Ranks:
@@ -61,7 +61,7 @@ def test_ranks_that_are_alike_are_in_step(ranks):
     assert told[0] == told[1]
     assert told[0].in_step and told[0].low == told[0].high == SHARED
     assert told[0].polls == [2, 4, 1] and told[0].capable == [1, 1, 0]
-    assert told[0].same == [True, True] and told[0].expired == []
+    assert told[0].same == [True, True] and told[0].alike and told[0].measured == []
 
 
 @pytest.mark.parametrize("which", range(SHARED_FIGURES))
@@ -90,31 +90,30 @@ def test_what_the_trees_hold_is_compared_for_each_candidate(ranks, which, half):
     other[which] = (held[which][0] + (half == 0), held[which][1] + (half == 1))
     told = ranks.run(agree, (SHARED, held, [], []), (SHARED, other, [], []))
     assert told[0] == told[1] and told[0].in_step
-    assert told[0].same == [n != which for n in range(CANDIDATES)]
+    assert told[0].same == [n != which for n in range(CANDIDATES)] and not told[0].alike
 
 
 def test_a_full_window_is_told_apart(ranks):
     polls = [n % 5 for n in range(WINDOW)]
     capable = [n % 3 == 0 for n in range(WINDOW)]
-    first = [0, 31, 32, 33, 63, 64, WINDOW - 1]
+    first = [0, 31, 2**62, WINDOW - 1]
     mine = (SHARED, [(1, 2)] * CANDIDATES, polls, capable, first)
-    # What the second rank's clock says counts for nothing.
-    theirs = (SHARED, [(1, 2)] * CANDIDATES, polls, capable, [5, 40])
+    # What the second rank has measured counts for nothing.
+    theirs = (SHARED, [(1, 2)] * CANDIDATES, polls, capable, [5, 40, 2**63 - 1, 0])
     for one in ranks.run(agree, mine, theirs):
         assert one.polls == polls and one.capable == capable and one.same == [True] * CANDIDATES
-        assert one.expired == first
-
-
-@pytest.mark.parametrize("expired", [[n] for n in (0, 1, 31, 32, 255)] + [[*range(WINDOW)], []])
-def test_every_request_has_its_bit(ranks, expired):
-    mine, theirs = (SHARED, [], [3], [True], expired), (SHARED, [], [3], [True], [7])
-    assert [one.expired for one in ranks.run(agree, mine, theirs)] == [expired] * 2
+        assert one.measured == first
 
 
 def test_ranks_with_queues_of_different_lengths_give_tensors_of_one_size(ranks):
-    told = ranks.run(agree, (SHARED, [(1, 1)], [2] * 9, [True] * 9, [3]), (SHARED, [], [2], [True]))
+    told = ranks.run(agree, (SHARED, [(1, 1)], [2] * 9, [True] * 9), (SHARED, [], [2], [True]))
     assert told[0].polls == [2] + [0] * 8, "the other rank has no more"
-    assert told[1].polls == [2] and told[1].expired == [3]
+    assert told[1].polls == [2]
+
+
+def test_what_differs_beside_the_candidates_is_seen_by_both(ranks):
+    told = ranks.run(agree, (SHARED, [(1, 1)], [], [], [], 5), (SHARED, [(1, 1)], [], [], [], 6))
+    assert all(one.in_step and one.same == [True] and not one.alike for one in told)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +135,6 @@ def test_figures_are_alike_or_not(ranks):
     assert ranks.run(are_alike, ([1, 2, 3],), ([1, 2, 3],)) == [True, True]
     assert ranks.run(are_alike, ([1, 2, 3],), ([1, 2, 4],)) == [False, False]
     assert ranks.run(are_alike, ([9, -2],), ([8, -2],)) == [False, False]
-
-
-def test_a_figure_of_the_first_rank_counts_on_all(ranks):
-    for first, second in ((32, 128), (128, 32), (0, 7), (5, 5)):
-        assert ranks.run(of_first, (first,), (second,)) == [first, first]
 
 
 def test_one_rank_alone_reduces_nothing(monkeypatch):

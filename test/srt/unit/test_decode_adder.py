@@ -6,19 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import World, aborted
+from decode_world import World, aborted, queue
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_admission import QueueEntry
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.prefix_reader import NOTHING
-from test_followers import queue
 from test_traps import tokens
-
-# Nobody here asks the tree.
-NO_TREE: Any = SimpleNamespace(watches=SimpleNamespace(on_the_way=0))
 
 
 def plan(tokens: int) -> AdmissionPlan:
@@ -30,10 +26,11 @@ class Step:
 
     def __init__(self, available: int = 100, room: int = 8, **more: Any):
         self.budgets = 0
-        self.entries = [QueueEntry(n, 0, None, None) for n in range(4)]
-        options = {"max_overtaken": 1, "waiting": lambda: self.entries, **more}
-        self.policy = AdmissionPolicy(NO_TREE, True, options.pop("max_overtaken"))
-        self.adder = DecodeAdder(self.policy, room, lambda: self._budget(available), 4, **options)
+        self.entries: list[Any] = [QueueEntry(n, 0, None) for n in range(4)]
+        self.adder = self.make(room, lambda: self._budget(available), 4, **more)
+
+    def make(self, *args: Any, **more: Any) -> Any:
+        return DecodeAdder(*args, **more)
 
     def _budget(self, available: int) -> Budget:
         self.budgets += 1
@@ -51,23 +48,6 @@ def test_requests_are_added_until_one_does_not_fit():
     step = Step()
     assert [step.add(0, 40), step.add(1, 40), step.add(2, 40)] == [Added.YES, Added.YES, Added.NO_MEMORY]
     assert step.budgets == 1, "kept up, not asked for again"
-    assert step.adder.overtaken() == 0
-
-
-def test_no_more_than_half_of_what_is_free_is_kept_for_those_who_follow():
-    """Their prefill may stand still, and that of the next be idle."""
-    step = Step()
-    for _ in range(80):
-        step.adder.wait(lambda: Memory(30))
-    assert step.add(1, 51) is Added.NO_MEMORY and step.add(1, 50) is Added.YES
-
-
-def test_nobody_is_overtaken_more_often_than_the_bound():
-    step = Step(max_overtaken=1)
-    assert [step.add(2, 1), step.add(3, 1)] == [Added.YES, Added.NOT_ITS_TURN]
-    # The first two were passed by once.
-    assert step.adder.overtaken() == 2
-    assert [entry.overtaken for entry in step.entries] == [1, 1, 0, 0]
 
 
 def test_an_eviction_beyond_what_nobody_waits_for_ends_the_step_of_several_ranks():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from decode_world import World
+from decode_world import World, asked, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
@@ -26,7 +26,6 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_followers import asked, queue
 from test_traps import serve, tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_world import World
+from decode_world import World, queue
 from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,6 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from test_followers import queue
 from test_traps import PAGE, serve, serve_to_end, tokens
 
 WINDOW = 12
@@ -56,31 +55,6 @@ def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
 
 
 # ---- what is shared, and what is asked for ----
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
-def test_followers_have_windows_of_their_own(page_size):
-    """They wait for what the leader's commit will share, which is not all that it brings."""
-    world, shared = world_of(page_size), tokens(1, 44)
-    leader = world.arrive(shared)
-    followers = [world.arrive(shared), world.arrive(shared + tokens(2, 30))]
-    for decode_req in (leader, *followers):
-        world.handshake(decode_req)
-    world.step()
-    assert leader.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in followers)
-    end = world.window_start(44)
-    assert [follower.entry.coming for follower in followers] == [end, end]
-    world.complete(leader)
-    world.step()
-    assert [follower.req.decode_prefix_len for follower in followers] == [end, end]
-    world.check()
-    for follower in followers:
-        world.complete(follower)
-    world.step()
-    world.check()
-    for req in (leader.req, *(follower.req for follower in followers)):
-        world.finish(req)
-        world.check()
 
 
 # ---- retraction ----
@@ -156,7 +130,7 @@ def test_what_lies_behind_windows_is_freed_before_anybody_waits():
     free = world.tree.windows.available_size()
     other = world.arrive(tokens(2, 30), max_new=2)
     # What is free is not enough.
-    taken = world.tree.windows.pool.alloc_long_runs(free - 8)
+    taken = world.tree.windows.pool.alloc(free - 8)
     world.handshake(other)
     world.step()
     assert other.kv_receiver.asked and world.tree.windows.behind(req) == 0
@@ -405,8 +379,6 @@ def test_the_tree_takes_the_place_of_the_engine_s(monkeypatch, radix):
     scheduler.init_cache_with_memory_pool()
     tree = scheduler.tree_cache
     assert type(tree) is type(world.tree) and tree.supports_swa() and tree.sliding_window_size == WINDOW
-    # A part of the full pool: windows are not kept.
-    assert tree.watermark == 256 // 16
 
 
 def world_params(world: World):

@@ -739,8 +739,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(bench: Bench, name: str)
 # What admission, commit and resume use of the worker, each for one request.
 PARTS = {
     "the policy": lambda w: (w.queue.policy, "enter"),
-    "what it waits for": lambda w: (w.queue.policy, "find_leader"),
-    "its standing": lambda w: (w.queue.policy, "candidate"),
+    "its match": lambda w: (w.queue.policy, "find"),
     "the plan": lambda w: (w.queue.accounts, "plan"),
     "a metadata buffer": lambda w: (w.meta_alloc, "alloc"),
     "the metadata": lambda w: (w.meta, "get_buf"),
@@ -748,7 +747,7 @@ PARTS = {
 # What gives a request its memory, which the plans of others count on.
 MEMORY = {
     "the tree's lock": lambda w: (w.tree, "lock_prefix"),
-    "pages": lambda w: (w.allocator, "alloc_long_runs"),
+    "pages": lambda w: (w.tree, "alloc_delta"),
     "a row": lambda w: (w.pool, "alloc"),
     "the table": lambda w: (w.pool, "write"),
 }

@@ -61,8 +61,8 @@ def test_with_none_a_worker_imports_and_takes_no_option_of_theirs():
 
 def test_what_an_extra_imports_has_to_run_too(monkeypatch):
     assert all({*others} <= {*loader.known_extras(PYTHON)} for others in loader.needs(PYTHON).values())
-    monkeypatch.setenv(loader.EXTRAS, "host_tier,kept_kv")
-    assert loader.extras() == ["kept_kv", "host_tier"]
+    monkeypatch.setenv(loader.EXTRAS, "host_tier,kept_kv,prefix_order")
+    assert loader.extras() == ["prefix_order", "kept_kv", "host_tier"]
     monkeypatch.setenv(loader.EXTRAS, "host_tier")
     with pytest.raises(PdRadixError, match="host_tier needs kept_kv, which is not there or not selected"):
         loader.extras()

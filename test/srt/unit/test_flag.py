@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from decode_world import DecodeWorker
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache import cache_support, kv_cache_builder
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -45,19 +44,6 @@ def test_a_worker_does_not_start_with_a_secret_that_nothing_heeds(parse, monkeyp
     monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET_FILE", "/etc/secret")
     with pytest.raises(ValueError, match="SGLANG_DISAGGREGATION_SECRET_FILE is set, and messages would not be signed"):
         args.check_server_args()
-
-
-@pytest.mark.parametrize(("given", "options", "kept"), [(None, [], "5"), (None, DECODE, "4000"), ("7", DECODE, "7")])
-def test_workers_of_a_pair_outlast_a_routers_idle_connections(parse, monkeypatch, given, options, kept):
-    """An hour, without a variable; an ordinary worker keeps them as the engine does, and what is set is kept."""
-    name = "SGLANG_TIMEOUT_KEEP_ALIVE"
-    # Whatever is made of it is taken back at the end.
-    monkeypatch.setenv(name, "")
-    monkeypatch.delenv(name)
-    if given is not None:
-        monkeypatch.setenv(name, given)
-    parse(*options)
-    assert str(envs.SGLANG_TIMEOUT_KEEP_ALIVE.get()) == kept
 
 
 @pytest.mark.parametrize(
@@ -114,18 +100,6 @@ def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monke
     assert args.max_mamba_cache_size == 20 and left == pytest.approx(1 - 20 / 1024)
     assert runner._resolve_max_num_reqs(100_000) == 20
     assert args.disable_radix_cache == (not flag)
-
-
-@pytest.mark.parametrize(
-    "given", [("--disaggregation-decode-admission", "fcfs"), ("--disaggregation-decode-max-overtaken", "5")]
-)
-def test_the_order_of_admission_is_of_a_worker_with_a_radix_cache(parse, given):
-    parse(*DECODE, FLAG, *given)
-    for role in (DECODE, PREFILL, []):
-        with pytest.raises(ValueError, match=f"{given[0]} needs {FLAG}. Give both to the decode worker"):
-            parse(*role, *given)
-    # What is the default changes nothing.
-    parse(*PREFILL, "--disaggregation-decode-admission", "prefix", "--disaggregation-decode-max-overtaken", "32")
 
 
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]

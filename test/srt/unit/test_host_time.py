@@ -5,49 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from decode_world import World
-from engine_classes import engine_class
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_budget import live_reqs
 from sglang.srt.disaggregation.decode_rows import KeptRows
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
-from test_traps import serve, serve_to_end, to_prebuilt, tokens
-
-# The engine's, which makes the messages.
-MESSAGES = engine_class(SchedulerOutputProcessorMixin)
-
-
-def test_what_decode_held_is_put_together_once(monkeypatch):
-    world, prompt, asked = World(), tokens(1, 23), []
-    serve_to_end(world, prompt[:16])
-    req, _ = to_prebuilt(world, prompt, prefill_hit=0)
-    scheduler = object.__new__(Scheduler)
-    scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size, scheduler.tree_cache = world.allocator, 1, world.tree
-    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
-        kv_manager=SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[100]))
-    )
-    monkeypatch.setattr(MESSAGES, "_get_cached_tokens_details", lambda self, req: asked.append(req.rid))
-    first = scheduler._get_cached_tokens_details(req)
-    assert first["decode_prefix"] == 16
-    assert all(scheduler._get_cached_tokens_details(req) is first for _ in range(5)) and len(asked) == 1
-    # What a resume finds is another matter.
-    req.reset_for_retract()
-    assert scheduler._get_cached_tokens_details(req) is not first and len(asked) == 2
-
-
-def test_a_request_that_ends_before_its_first_token_leaves_nothing_behind(monkeypatch):
-    """What decode held of it may still change, while it has no token."""
-    world, prompt = World(), tokens(1, 23)
-    req = serve(world, prompt).req
-    scheduler = object.__new__(Scheduler)
-    scheduler.token_to_kv_pool_allocator, scheduler.attn_tp_size, scheduler.tree_cache = world.allocator, 1, world.tree
-    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
-        kv_manager=SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[100]))
-    )
-    req.output_ids = []
-    scheduler._get_cached_tokens_details(req)
-    assert req.cached_tokens_details is None
+from test_traps import serve, tokens
 
 
 def test_a_blocked_queue_does_not_add_up_who_runs_in_every_step():
@@ -91,22 +53,6 @@ def test_rows_that_are_last_already_are_not_sorted():
     pool = SimpleNamespace(free_slots=[*range(500)])
     assert KeptRows.give_last(pool, Rows({498, 499})) == 2
     assert pool.free_slots == [*range(500)] and asked == [499, 498, 497]
-
-
-def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():
-    """Its watch ends before its KV enters the tree; those that wait are moved on."""
-    world, prompt = World(size=128), tokens(4, 24)
-    first, waits = world.arrive(prompt), world.arrive([*prompt, 9, 9, 9, 9])
-    for decode_req in (first, waits):
-        world.handshake(decode_req)
-    world.step()
-    compared, enter = [], world.tree.watches._enter
-    world.tree.watches._enter = lambda watch, *leaf: compared.append(watch) or enter(watch, *leaf)
-    watch = waits.entry.watch
-    world.complete(first)
-    world.step()
-    assert compared == [watch] and waits.kv_receiver.prefix_len == 24
-    world.check()
 
 
 class Reason:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from decode_world import World
-from kv_listener import Listener, names_in, names_of
+from kv_listener import Listener, names_in
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation.kv_events import BlockStored
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -60,21 +60,3 @@ def test_pages_are_named_as_by_the_engines_own_tree():
 
 def vars_of(event: BlockStored) -> tuple:
     return (event.block_hashes, event.parent_block_hash, list(event.token_ids), event.block_size, event.medium)
-
-
-def test_an_extra_key_has_names_of_its_own():
-    """The pages of both are there, and when those of one go, the other's stay. JSON can bring half a surrogate pair."""
-    world, prompt, listener = listened_to(World(size=128, page_size=PAGE)), tokens(1, 16), Listener()
-    keys = (None, "adapter", "salt", "\ud800")
-    for extra_key in keys:
-        serve_to_end(world, prompt, extra_key=extra_key)
-    listener.hear(world.tree.take_events())
-    names = {key: names_of(prompt, key, PAGE) for key in keys}
-    assert len({name for each in names.values() for name in each}) == 16 <= len(listener.parents)
-    # The first page hangs on no page that anybody could have.
-    assert listener.parents[names[None][0]] is None
-    assert {listener.parents[names[key][0]] for key in keys[1:]}.isdisjoint({None, *listener.parents})
-    held = world.tree.peek(prompt, "adapter").length
-    world.tree.evict_shortfall(world.tree.evictable_size() - 1)
-    listener.hear(world.tree.take_events())
-    assert held and set(listener.parents) == set(names_in(world.tree))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decode_world import World
+from decode_world import World, queue
 from overlapped_loop import Loop
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_agreement import WINDOW
@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationM
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.observability.metrics_collector import QueueCount
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_followers import queue
 from test_traps import tokens
 
 
@@ -33,54 +32,6 @@ def test_a_request_that_fails_is_told_wherever_it_stands(place: int):
     for _ in range(10 * ABORT_INTERVAL):
         world.step()
     assert failed.req.finished_reason is not None
-
-
-@pytest.mark.parametrize("followers", [150, 189, 260, 400])
-def test_those_who_wait_for_one_transfer_hide_nobody(followers: int):
-    """Who comes after hundreds of them, and did not fit in the step in which it had shaken hands."""
-    world = World(size=8192, page_size=4, reserved=2, max_reqs=500)
-    shared = tokens(1, 64)
-    (leader,) = queue(world, shared)
-    world.step()
-    herd = queue(world, *(shared + tokens(2 + n % 90, 4) for n in range(followers)))
-    for _ in range(5):
-        world.step()
-    rows = [*world.pool.free_slots]
-    world.pool.free_slots.clear()
-    (other,) = queue(world, tokens(99, 8))
-    world.step()
-    assert not other.kv_receiver.asked
-    world.pool.free_slots.extend(rows)
-    for _ in range(3 * followers // WINDOW + 3):
-        world.step()
-    assert other.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in herd)
-    # Nor are they forgotten.
-    for _ in range(8):
-        for decode_req in list(world.transfer.queue):
-            world.complete(decode_req)
-        world.step()
-    assert all(follower.wire.asked for follower in herd)
-
-
-@pytest.mark.parametrize("others", [WINDOW, 400])
-def test_followers_are_not_hidden_by_those_who_follow_nobody(others: int):
-    """They go as soon as what they wait for has come."""
-    world = World(size=8192, page_size=4, reserved=2, max_reqs=8)
-    shared = tokens(1, 64)
-    (leader,) = queue(world, shared)
-    world.step()
-    (follower,) = queue(world, shared + tokens(2, 4))
-    world.step()
-    rows = [*world.pool.free_slots]
-    world.pool.free_slots.clear()
-    # Of a higher place in nothing but their number.
-    queue(world, *([100 + n % 50, 150 + n // 50, 1, 1] for n in range(others)))
-    for _ in range(5):
-        world.step()
-    world.complete(leader)
-    world.pool.free_slots.extend(rows)
-    world.step()
-    assert follower.wire.asked
 
 
 @pytest.mark.parametrize("length", [400, 1024, 1088])

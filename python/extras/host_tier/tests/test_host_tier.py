@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import World, aborted
+from decode_world import World, aborted, queue
 from host_world import HostSizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,14 +21,13 @@ from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.cache_support import FLAG
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.host_tier.support import STORAGES
 from sglang.srt.mem_cache.host_tier.tier import HITS
+from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
-from test_followers import queue
 from test_life_of_a_request import Life
 from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
@@ -746,7 +745,7 @@ def test_what_is_not_verified_with_it_is_refused(kind, given, says):
 
 def test_without_it_a_tree_has_none():
     one = World(size=64, page_size=PAGE)
-    assert type(one.tree) is DecodeRadixCache and one.tree.tier is NO_TIER
+    assert not isinstance(one.tree, HostTierRadixCache) and one.tree.tier is NO_TIER
     serve_to_end(one, tokens(1, 24))
     assert len(one.queue.memory.figures()) == 4
 

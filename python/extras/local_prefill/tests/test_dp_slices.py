@@ -32,8 +32,7 @@ class Rank:
 
     def __init__(self, running: int):
         tree = SimpleNamespace(is_eagle=False, page_size=16)
-        admission = SimpleNamespace(transfers=SimpleNamespace(short=lambda: None))
-        self.local = LocalPrefills(tree, None, admission, None, Policy.of("auto"), True)
+        self.local = LocalPrefills(tree, None, None, None, Policy.of("auto"), True)
         for _ in range(16):
             req = SimpleNamespace(origin_input_ids=[0] * 128, to_finish=None)
             self.local.waiting.append(LocalReq(SimpleNamespace(req=req, kv_receiver=None), 0, agreed=True))

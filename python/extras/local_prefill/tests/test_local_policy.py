@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation import local_policy
-from sglang.srt.disaggregation.decode_admission import Transfers
 from sglang.srt.disaggregation.local_policy import (
     AUTO,
     FORGOTTEN,
@@ -22,6 +21,7 @@ from sglang.srt.disaggregation.local_policy import (
     UNIT,
     WORTH,
     Bucket,
+    ShortTransfers,
 )
 from sglang.srt.disaggregation.local_prefill import LocalReq
 from test_prompts_computed_here import FAST_PREFILL, SLOW_PREFILL, UNPACED, arrive, local_loop, plain, played
@@ -184,17 +184,17 @@ def test_all_ranks_count_the_same():
 
 
 def test_only_what_prefill_does_now_counts(monkeypatch):
-    transfers = Transfers()
+    transfers = ShortTransfers()
     assert transfers.short() is None
     now = 1000.0
-    monkeypatch.setattr("sglang.srt.disaggregation.decode_admission.time.monotonic", lambda: now)
-    transfers.done("a", 50, 0.4)
-    transfers.done("b", 2560, 4.0)
-    transfers.done("b", 30, 0.1)
+    monkeypatch.setattr("sglang.srt.disaggregation.local_policy.time.monotonic", lambda: now)
+    transfers.done(50, 0.4)
+    transfers.done(2560, 4.0)
+    transfers.done(30, 0.1)
     assert transfers.short() == 0.4
-    now += Transfers.LATE_S + 1
+    now += ShortTransfers.LATE_S + 1
     assert transfers.short() is None
-    transfers.done("a", 50, 0.7)
+    transfers.done(50, 0.7)
     assert transfers.short() == 0.7
 
 

@@ -23,7 +23,7 @@ from sglang.srt.managers.computed_answers import COMPUTED_ROUTE, ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.mem_cache.decode_radix_cache import is_plain
+from sglang.srt.mem_cache.known_prefixes import is_plain
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_step_in_flight import Play, RankPlay, scripts

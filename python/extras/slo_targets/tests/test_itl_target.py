@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decode_world import World
+from decode_world import World, asked, queue
 from engine_classes import engine_class
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
@@ -28,7 +28,6 @@ from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntime
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from speculating_loop import SpeculatingLoop
-from test_followers import asked, queue
 from test_step_in_flight import Play, RankPlay, scripts
 from test_traps import Rank, serve, tokens
 

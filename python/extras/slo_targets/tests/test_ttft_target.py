@@ -9,16 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import World
+from decode_world import World, asked, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import ttft_target
-from sglang.srt.disaggregation.decode_admission import admission_order
 from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.prefix_policy import admission_order
 from sglang.srt.disaggregation.ttft_target import EVERY, LATE_INTERVAL, LateLines, TtftTarget, late_by_turns
-from test_followers import asked, candidates_of, queue
+from test_followers import candidates_of
 from test_step_in_flight import Play, scripts
 from test_traps import Rank, serve, tokens
 

@@ -43,7 +43,6 @@ from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfe
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
-from sglang.srt.mem_cache.known_prefixes import note_known
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -192,6 +191,9 @@ class HybridMambaDecodeReqToTokenPool(KeptStates, engine.HybridMambaDecodeReqToT
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
 
+    # An extra may put others in their place.
+    schedule_type, admission_type = Schedule, Admission
+
     def __init__(self, *args, **kwargs):
         """Adds what the engine's queue needs beside a cache."""
         super().__init__(*args, **kwargs)
@@ -213,7 +215,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.policy = self.transfer_queue.policy
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
         self.ranks = Ranks(self.gloo_group)
-        tree.watermark = self.ranks.of_first("SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK", tree.watermark)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
         if not self.ranks.are_alike([sum(one.width for one in figures)]):
@@ -224,9 +225,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = Schedule(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
+        self.schedule = self.schedule_type(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         events = events_of(self.scheduler.server_args)
-        self.admission = Admission(tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks)
+        self.admission = self.admission_type(
+            tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks
+        )
         self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
 
     # ---- requests that come ----
@@ -251,7 +254,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _welcome(self, decode_req: DecodeRequest) -> None:
         """Make a new request known: to the tree, to its prefill and to the tier."""
-        # From here on the tree knows what is waited for.
         self.schedule.entry_of(decode_req)
         self.announcements.add(decode_req)
         if not is_warmup(decode_req.req):
@@ -323,8 +325,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         failed = self._drop_aborted()
         # 6. Admit. As in the engine, a retracted request that waits for memory goes before everything else.
         admitted = [] if self.retracted_queue else self._admit(agreed, fence)
-        # 7. Keep some memory free.
-        self._tend_tree()
         return admitted, failed
 
     def _agree(self) -> Agreed | None:
@@ -364,11 +364,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         alone = self.ranks.size == 1
         return [dr for dr in admitted if not (alone and dr.entry.source is not None and dr.entry.source.agree(dr))]
 
-    def _tend_tree(self) -> None:
-        if self.admission.blocked is None and not self.retracted_queue:
-            # While a request waits for memory, what is cached may be what it waits for.
-            self.radix.evict_to_watermark()
-
     def _forget(self, decode_reqs: Sequence[DecodeRequest]) -> None:
         if not decode_reqs:
             return
@@ -407,6 +402,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 class DecodeTransferQueue(engine.DecodeTransferQueue):
     """Transfers of a decode worker with a radix cache; without the flag, every method is the engine's own."""
 
+    # An extra may put another in its place.
+    policy_type = AdmissionPolicy
+
     def __init__(self, *args, **kwargs):
         """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
         super().__init__(*args, **kwargs)
@@ -419,7 +417,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             # The engine's way through the staging buffer knows of no prefix.
             self.enable_staging = False
             # The schedule policy of the queue before this one, which is made after it.
-            self.policy = AdmissionPolicy.of(self.scheduler.server_args, self.tree_cache)
+            self.policy = self.policy_type.of(self.scheduler.server_args, self.tree_cache)
             self.hooks = Hooks(DecodeHooks, self)
             self.policy.know(self.hooks)
 
@@ -468,11 +466,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 ended.append(decode_req.req)
                 self._set_aside(decode_req, released, decode_req.kv_receiver is None or is_warmup(decode_req.req))
             else:
-                # First: what it waits for no longer need not be looked for in the tree again.
+                # First: it waits no longer, and need not be looked for in the tree again.
                 self.policy.committed(decode_req.entry)
                 self.tree_cache.commit_req(decode_req.req)
                 let_go(decode_req, self.tree_cache.tier)
-                note_known(decode_req.req.last_node)
                 decode_req.advance(Phase.COMMITTED)
                 arrived.append(decode_req.req)
                 self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
@@ -503,7 +500,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed here or on another rank."""
-        # Of those that waited for it, the first becomes the leader of the others.
         self.policy.leave(decode_req.entry)
         if decode_req.entry is not None and decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)

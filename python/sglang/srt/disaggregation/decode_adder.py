@@ -9,10 +9,10 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry, Turns
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_admission import QueueEntry
     from sglang.srt.disaggregation.decode_budget import LiveReqs
     from sglang.srt.disaggregation.decode_radix.hooks import Limit
     from sglang.srt.managers.schedule_batch import Req
@@ -43,49 +43,33 @@ class DecodeAdder:
 
     def __init__(
         self,
-        policy: AdmissionPolicy,
         room: int,
         budget: Callable[[], Budget],
         reserved: int,
-        waiting: Callable[[], Sequence[QueueEntry]] | None,
         evictable: int | None = None,
         limits: Sequence[Callable[[LiveReqs], Limit]] = (),
         live: Callable[[], LiveReqs] | None = None,
     ):
         """room: requests for which there is a row and a buffer.
 
-        budget: what the step has to give. reserved: tokens kept for a request's next steps. waiting: the entries of all
-        that could be admitted; None where there is no other. Both are asked at most once, when somebody could be
-        admitted. evictable: tokens that the step may evict and go on; None for all. limits, live: see
-        `DecodeHooks.limit`, which is asked when somebody could be admitted.
+        budget: what the step has to give, asked for at most once, when somebody could be admitted. reserved: tokens
+        kept for a request's next steps. evictable: tokens that the step may evict and go on; None for all. limits,
+        live: see `DecodeHooks.limit`, which is asked when somebody could be admitted.
         """
         self._find_limits, self._live = limits, live
         self._limits: list[Limit] | None = None
         # After `Added.HELD`, see `Limit.held_live`.
         self.held_live: int | None = None
-        self._policy, self._room, self._reserved = policy, room, reserved
-        self._find_budget, self._waiting = budget, waiting
-        self._evictable = evictable
+        self._room, self._reserved, self._find_budget, self._evictable = room, reserved, budget, evictable
         self._budget: Budget | None = None
-        self._turns: Turns | None = None
         # The last admission, which the budget has not been told of.
         self._untold: AdmissionPlan | None = None
         self._entries: list[QueueEntry] = []
-        # What those need that wait for transfers of others, asked for when somebody else could be admitted.
-        self._waits: list[Callable[[], Memory]] = []
-        self._promised = Memory(0)
-
-    def wait(self, needs: Callable[[], Memory]) -> None:
-        """A request waits for the transfer of another, will then go first, and ``needs`` as much."""
-        self._waits.append(needs)
 
     @property
     def promised(self) -> Memory:
-        """What all need that wait. Of it `Budget.covers` keeps some."""
-        for needs in self._waits:
-            self._promised = self._promised.plus(needs())
-        self._waits.clear()
-        return self._promised
+        """What is kept for others. Of it `Budget.covers` keeps some."""
+        return Memory(0)
 
     def add_one(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> Added:
         """Add ``req``, whose admission takes ``plan``, if it fits; if so, it is admitted before the next is asked."""
@@ -96,9 +80,7 @@ class DecodeAdder:
             return Added.NO_MEMORY
         if self._find_limits and not self._within_limits(entry, req, plan):
             return Added.HELD
-        if self._turns is None and self._waiting is not None:
-            self._turns = Turns(self._policy, self._waiting())
-        if self._turns is not None and not self._turns.take(entry):
+        if not self._in_turn(entry):
             return Added.NOT_ITS_TURN
         self._untold = plan
         self._entries.append(entry)
@@ -106,9 +88,9 @@ class DecodeAdder:
         evicts = max(0, plan.delta - budget.available)
         return YES if self._evictable is None or evicts <= self._evictable else LAST
 
-    def overtaken(self) -> int:
-        """At the end of the step: how many others those that were added have overtaken."""
-        return self._turns.end(self._entries) if self._entries and self._turns is not None else 0
+    def _in_turn(self, entry: QueueEntry) -> bool:
+        """Whether it is its turn, which it is in the order in which this is asked."""
+        return True
 
     def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._limits is None:

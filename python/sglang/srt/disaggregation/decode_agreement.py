@@ -2,8 +2,8 @@
 
 Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their negatives,
 the figures that admission decides by. The minimum of a figure and the negated minimum of its negative are the least and
-the greatest value over the ranks: where they are the same, all ranks have it. What goes by a clock the first rank
-decides; the others add nothing to its word.
+the greatest value over the ranks: where they are the same, all ranks have it. What is measured the first rank decides;
+the others add nothing to its word.
 
 Upstream: none is known that agrees on prefixes and admission in one reduction.
 """
@@ -11,7 +11,6 @@ Upstream: none is known that agrees on prefixes and admission in one reduction.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,21 +19,15 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import utils as engine
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike", "of_first"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
 
 # Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
 # their queues were not.
 WINDOW = 256
-# Requests of which ranks compare one by one what their trees hold. Of all of the window they compare a digest; where
-# that differs, a step admits these alone.
+# Requests of which ranks compare one by one what their trees hold: a step admits no others, unless it compares more.
 CANDIDATES = 8
-SHARED_FIGURES = 8
+SHARED_FIGURES = 7
 _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
-# Of the requests of the window, that many stand in one figure, a bit each.
-_BITS = 32
-_WORDS = WINDOW // _BITS
 # Steps in a row that TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
@@ -45,9 +38,8 @@ class Agreement:
 
     low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
     2: and lets others bring its delta): of each request of the window, by MIN. same: for each candidate, whether all
-    ranks' trees hold the same of it; alike: whether they do of all of the window. expired: the requests of the window,
-    by index, that by the first rank's clock have waited long enough for what they wait for. measured: figures of 0 or
-    more of the first rank.
+    ranks' trees hold the same of it; alike: whether all that was compared is the same. measured: figures
+    of 0 or more of the first rank.
     """
 
     low: list[int]
@@ -56,7 +48,6 @@ class Agreement:
     capable: list[int]
     same: list[bool]
     alike: bool
-    expired: list[int]
     measured: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -71,17 +62,15 @@ def agree(
     held: Sequence[tuple[int, int]],
     polls: Sequence[int],
     capable: Sequence[int],
-    expired: Sequence[int] = (),
     measured: Sequence[int] = (),
     digest: int = 0,
 ) -> Agreement:
     """Reduce over ``group``.
 
     shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
-    `CANDIDATES`; digest: of the same two of all of the window. polls, capable: for each request of the window, at most
-    `WINDOW`. expired: by this rank's clock, see `Agreement`. measured: by the first rank, as many figures of 0 or more
-    on each. Raises ValueError for other numbers: the ranks would take one figure for another, or reduce tensors of
-    different sizes.
+    `CANDIDATES`; digest: of the same two of more. polls, capable: for each request of the window, at most `WINDOW`.
+    measured: by the first rank, as many figures of 0 or more on each. Raises ValueError for other numbers: the ranks
+    would take one figure for another, or reduce tensors of different sizes.
     """
     if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
         raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
@@ -89,14 +78,9 @@ def agree(
     state += [0] * (_STATE - 1 - len(state))
     state.append(digest)
     pad = [0] * (WINDOW - len(polls))
-    words = [0] * _WORDS
-    from_first = [0] * len(measured)
-    if dist.get_rank(group) == 0:
-        # Below what the others say.
-        for i in expired:
-            words[i // _BITS] -= 1 << i % _BITS
-        from_first = [-figure for figure in measured]
-    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *words, *from_first]
+    # Below what the others say.
+    from_first = [-figure for figure in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
+    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     agreed = reduced.tolist()
@@ -110,8 +94,7 @@ def agree(
         capable=agreed[first + WINDOW : first + WINDOW + len(polls)],
         same=same,
         alike=all(same) and low[-1] == high[-1],
-        expired=_bits(agreed[first + 2 * WINDOW : first + 2 * WINDOW + _WORDS]),
-        measured=[-figure for figure in agreed[first + 2 * WINDOW + _WORDS :]],
+        measured=[-figure for figure in agreed[first + 2 * WINDOW :]],
     )
 
 
@@ -121,13 +104,6 @@ def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     low, negated = reduced.split(len(figures))
     return bool((low == -negated).all())
-
-
-def of_first(group: dist.ProcessGroup, figure: int) -> int:
-    """The first rank's ``figure``, of 0 or more. All hear the same."""
-    told = torch.tensor([-figure if dist.get_rank(group) == 0 else 0], dtype=torch.int64)
-    dist.all_reduce(told, op=dist.ReduceOp.MIN, group=group)
-    return -int(told)
 
 
 def is_alone(group: dist.ProcessGroup) -> bool:
@@ -155,31 +131,24 @@ def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
     return [int(poller.poll()) for poller in pollers]
 
 
-def _bits(words: Sequence[int]) -> list[int]:
-    return [n * _BITS + bit for n, word in enumerate(words) if word for bit in range(_BITS) if -word >> bit & 1]
-
-
 class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
     queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows, and figures of host memory, if
-    there is any. buffers: for metadata. order: of each candidate its place in the window, and what it waits for.
-    leader_version: see `PrefixWatches`.
+    there is any. buffers: for metadata. order: of the candidates, and what else it goes by.
     """
 
     queued: int
     retracted: int
     memory: Sequence[int]
     buffers: int
-    order: Sequence[tuple[int, int]]
-    leader_version: int
+    order: str
 
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
         available, windows, evictable, rows, *host = self.memory
-        line = ",".join(f"{i}/{coming}" for i, coming in self.order) + f";{rows};{self.buffers};{host}"
-        order = zlib.crc32(line.encode())
-        return [self.queued, rooms, available, windows, evictable, self.retracted, order, self.leader_version]
+        order = zlib.crc32(f"{self.order};{rows};{self.buffers};{host}".encode())
+        return [self.queued, rooms, available, windows, evictable, self.retracted, order]
 
 
 class Ranks:
@@ -196,22 +165,6 @@ class Ranks:
         """Whether these figures are the same on all ranks."""
         return self.size == 1 or are_alike(self.group, figures)
 
-    def of_first(self, variable: str, figure: int) -> int:
-        """The first rank's figure of 0 or more, for what each has from the environment of its node; at the start.
-
-        variable: whose it is. A rank that has another figure logs that.
-        """
-        counts = figure if self.size == 1 else of_first(self.group, figure)
-        if counts != figure:
-            logger.warning(
-                "%s is not the same on all nodes of this worker: it makes %d on this TP rank, and %d on the first, "
-                "which counts.",
-                variable,
-                figure,
-                counts,
-            )
-        return counts
-
     def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
         """A digest of the rooms of ``window``, which is compared by identity; ``rooms`` is asked if it has changed."""
         if self._rooms[0] != window:
@@ -224,12 +177,11 @@ class Ranks:
         held: Sequence[tuple[int, int]],
         polls: Sequence[int],
         capable: Sequence[int],
-        expired: Sequence[int],
         measured: Sequence[int] = (),
         digest: int = 0,
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        told = agree(self.group, shared, held, polls, capable, expired, measured, digest)
+        told = agree(self.group, shared, held, polls, capable, measured, digest)
         if told.in_step:
             self.disagreements = 0
             return told
@@ -242,6 +194,6 @@ class Ranks:
         if self.disagreements == DISAGREEMENTS:
             raise RuntimeError(
                 f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode holds (queue length, rooms, "
-                "available, available for windows, evictable, retracted, order with rows and host memory, version of "
-                f"the leaders: lowest {told.low}, highest {told.high})"
+                "available, available for windows, evictable, retracted, order with rows and host memory: "
+                f"lowest {told.low}, highest {told.high})"
             )

@@ -56,7 +56,7 @@ class RequestMemory:
         if shortfall > 0:
             tree.evict_shortfall(shortfall)
         # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
-        delta = tree.pool.alloc_long_runs(plan.delta)
+        delta = tree.alloc_delta(plan.delta)
         if delta is None or rows.alloc([req]) is None:
             raise RuntimeError(f"{req.rid}: admitted beyond what the pool has")
         if tree.windows is not None:

@@ -5,18 +5,13 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
-import time
-import zlib
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, Candidate, QueueEntry, admission_order
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Ranks, RankState
+from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Agreement, Ranks, RankState
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
-from sglang.srt.mem_cache.tier import NO_TIER
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -46,13 +41,11 @@ class Window(NamedTuple):
 class Agreed(NamedTuple):
     """What a step of admission works on.
 
-    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not. alike:
-    whether the trees of all ranks hold the same of all; if not, others may be candidates in the next step.
+    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not.
     """
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
     window: Sequence[DecodeRequest]
-    alike: bool = True
 
 
 class OwnFigures(NamedTuple):
@@ -108,17 +101,13 @@ class Schedule:
         self._width = sum(one.width for one in self._measured)
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
         self._sources = sources
-        # The last order of admission, and the state in which it was found.
-        self._ordered: tuple[tuple, list[int]] | None = None
-        # What the tree held of a window, by rank, and the state in which it did.
-        self._digested: tuple[tuple, int] = ((), 0)
         # Windows that have been found.
         self._looks = 0
 
     def version(self) -> tuple[int, ...]:
         """What must have changed for a request that did not fit to fit now, other than free memory."""
         tree = self._tree
-        return tree.growth, tree.locks_taken, tree.locks_released, tree.watches.leader_version, self._policy.departures
+        return tree.growth, tree.locks_taken, tree.locks_released, self._policy.departures
 
     def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
         """The entry of a request with the policy, whose queue it joins when it is first asked for."""
@@ -156,7 +145,7 @@ class Schedule:
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
         first = ready if len(ready) <= most else ready[: most - BEHIND]
-        # Of what ranks have agreed on only: what a request waits for, they may see differently for some steps.
+        # Of what ranks have agreed on only.
         behind = _turn(ready[len(first) :], BEHIND, turn)
         others = [dr for dr in queue if dr.phase is not READY]
         return [*first, *behind, *_turn(others, WINDOW - len(first) - len(behind), turn)]
@@ -165,9 +154,7 @@ class Schedule:
 
     def decide(self, window: Window) -> Agreed:
         """What a single rank goes on to do, when it has taken in what has been polled."""
-        requests, entries = window
-        for i in self._follow(window, alone=True):
-            self._policy.give_up(entries[i])
+        requests = window.requests
         for one in self._measured:
             one.take(one.own())
         self._policy.lines.measured_alone()
@@ -191,24 +178,19 @@ class Schedule:
         take_polls: takes in what all have polled.
         """
         requests, entries = window
-        policy = self._policy
         # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
-        expired = self._follow(window, alone=False)
         order = self._order(window)
-        picked = list(islice((i for i in order if not entries[i].coming), CANDIDATES))
+        picked, line = self._compared(order, entries)
         late = [i for i, dr in enumerate(requests) if dr.phase is not READY][: CANDIDATES - len(picked)]
-        chosen = set(picked)
-        order = [i for i in order if i in chosen or entries[i].coming]
-        picked += late
+        state = RankState(own.queued, own.retracted, own.memory, own.buffers, line)
         told = ranks.agree(
-            self._state(own, window, order).figures(self._rooms_digest(ranks, window)),
-            [self._held(entries[i]) for i in picked],
+            state.figures(ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests])),
+            [self._held(requests[i]) for i in (*picked, *late)],
             polls,
             # What is less on one rank is so for all.
             [takes_prefix(dr) + bool(sources_of(dr, self._sources)) for dr in requests],
-            expired,
             self._measured_here(),
-            self._held_digest(entries),
+            self._digest(entries),
         )
         if told is None:
             return None
@@ -217,21 +199,32 @@ class Schedule:
             one.take(told.measured[first : first + one.width])
             first += one.width
         take_polls(told.polls)
-        if policy.may_follow:
-            for entry, capable in zip(entries, told.capable, strict=True):
-                entry.takes_prefix = bool(capable)
+        self._learn(entries, told)
+        same = dict(zip((*picked, *late), told.same, strict=True))
+        return Agreed(self._candidates(window, told, same), requests)
+
+    # ---- of which an extra may say something else ----
+
+    def _compared(self, order: list[int], entries: Sequence[QueueEntry]) -> tuple[list[int], str]:
+        """Indices of those of which ranks compare what their trees hold, and what must be the same of the order."""
+        return order[:CANDIDATES], str(order[:CANDIDATES])
+
+    def _digest(self, entries: list[QueueEntry]) -> int:
+        """What else is compared of the trees."""
+        return 0
+
+    def _learn(self, entries: Sequence[QueueEntry], told: Agreement) -> None:
+        """Take in what ranks know of prefills."""
         if self._sources:
             for entry, capable in zip(entries, told.capable, strict=True):
                 entry.sources = self._sources if capable > 1 else ()
-        for i in told.expired:
-            # From the next step on; the order of this one is agreed.
-            entries[i].give_up()
-        if told.alike:
-            # As one rank alone.
-            return Agreed([(requests[i], bool(told.capable[i])) for i in self._order(window)], requests)
-        same = dict(zip(picked, told.same, strict=True))
-        going = [i for i in (*order, *late) if i in same and requests[i].phase is READY]
-        return Agreed([(requests[i], bool(told.capable[i]) and same[i]) for i in going], requests, alike=False)
+
+    def _candidates(self, window: Window, told: Agreement, same: dict[int, bool]) -> list[tuple[DecodeRequest, bool]]:
+        """See `Agreed`. same: of those that were compared, in order, whether the trees hold the same of them."""
+        found = [(i, window.requests[i]) for i in same]
+        return [(dr, bool(told.capable[i]) and same[i]) for i, dr in found if dr.phase is READY]
+
+    # ---- figures ----
 
     def _measured_here(self) -> list[int]:
         """The figures of this rank. Raises ValueError for another number: ranks would reduce tensors of two sizes."""
@@ -240,75 +233,22 @@ class Schedule:
             raise ValueError(f"{len(figures)} measured figures to agree on, and {self._width} are agreed on")
         return figures
 
-    def _held_digest(self, entries: list[QueueEntry]) -> int:
-        """Of what this rank's tree and host memory hold of all of a window, see `_held`."""
-        tree = self._tree
-        seen = self.version(), tree.evictable_size(), tree.protected_size(), entries
-        if self._digested[0] != seen or tree.tier is not NO_TIER:
-            held = array("q", [figure for entry in entries for figure in self._held(entry)])
-            self._digested = seen, zlib.crc32(held.tobytes())
-        return self._digested[1]
+    def _held(self, decode_req: DecodeRequest) -> tuple[int, int]:
+        try:
+            return self._figures(self.entry_of(decode_req))
+        except Exception as e:
+            decode_req.lose(e)
+            return 0, 0
 
-    def _held(self, entry: QueueEntry) -> tuple[int, int]:
+    def _figures(self, entry: QueueEntry) -> tuple[int, int]:
         """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""
         held, unlocked = self._policy.held(entry)
         return held, unlocked + (self._policy.on_host(entry) << 32)
-
-    def _state(self, own: OwnFigures, window: Window, order: Sequence[int]) -> RankState:
-        line = [(i, window.entries[i].coming) for i in order]
-        return RankState(own.queued, own.retracted, own.memory, own.buffers, line, self._tree.watches.leader_version)
-
-    @staticmethod
-    def _rooms_digest(ranks: Ranks, window: Window) -> int:
-        return ranks.rooms_digest(window.entries, lambda: [dr.req.bootstrap_room for dr in window.requests])
-
-    def _follow(self, window: Window, alone: bool) -> list[int]:
-        """Find out for each request that is ready whether it waits for the transfer of another.
-
-        alone: whether there is one rank, which need not be agreed with on whose prefill takes a prefix. Returns the
-        indices of those that by this rank's clock have waited long enough.
-        """
-        policy = self._policy
-        if not policy.may_follow:
-            policy.stop_following(window.entries)
-            return []
-        now, expired = time.monotonic(), []
-        for i, decode_req in enumerate(window.requests):
-            if decode_req.phase is not READY:
-                continue
-            entry = window.entries[i]
-            if alone:
-                entry.takes_prefix = takes_prefix(decode_req)
-            try:
-                if policy.find_leader(entry, now):
-                    expired.append(i)
-            except Exception as e:
-                decode_req.lose(e)
-        return expired
 
     # ---- the order ----
 
     def _order(self, window: Window) -> list[int]:
         """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
-        requests, entries = window
-        ready = [i for i, dr in enumerate(requests) if dr.phase is READY]
-        if len(ready) < 2:
-            return ready
-        # The same requests, of which the same wait for others, and the same tree: the same order.
-        tree = self._tree
-        coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
-        lines = self._policy.lines
-        sizes = tree.evictable_size(), tree.protected_size()
-        seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, lines.version(), entries)
-        if self._ordered is None or self._ordered[0] != seen:
-            candidates = [self._candidate(requests[i], entries[i]) for i in ready]
-            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]
-            self._ordered = seen, lines.mix(order, entries)
-        return self._ordered[1]
-
-    def _candidate(self, decode_req: DecodeRequest, entry: QueueEntry) -> Candidate:
-        try:
-            return self._policy.candidate(entry, len(decode_req.req.origin_input_ids))
-        except Exception as e:
-            decode_req.lose(e)
-            return Candidate(entry.arrival, entry.priority, 0, 0, 0, 0, entry.overtaken)
+        entries = window.entries
+        ready = [i for i, dr in enumerate(window.requests) if dr.phase is READY]
+        return self._policy.lines.mix(self._policy.order(ready, entries), entries)

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.refusal import is_at_fault
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.decode_radix_cache import reserve
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -135,7 +136,7 @@ def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
     slots = delta.slots[:length]
     rows.reserve(req)
     rows.req_to_token[req.req_pool_idx, :length] = slots
-    tree.pool.reserve(slots)
+    reserve(tree.pool, slots)
     if tree.windows is not None and delta.windows is not None:
         tree.windows.reserve(slots, delta.windows[:length])
         req.swa_evicted_seqlen -= req.cache_protected_len

@@ -67,8 +67,6 @@ class Req(engine.Req):
     kv_at_length: int = 0
     # Of cached_tokens, what prefill held; None where no decode tree admitted the request.
     prefill_cached_tokens: int | None = None
-    # What its messages say of these, from its first token on; see `_get_cached_tokens_details`.
-    cached_tokens_details: dict | None = None
     # The row that it had last, when that has been freed.
     freed_row: int | None = None
     # The tree's generation when this request's KV was computed; None before admission.
@@ -104,7 +102,6 @@ class Req(engine.Req):
         """Adds what admission set, since a resume matches anew."""
         super().reset_for_retract()
         self.cache_protected_len = 0
-        self.cached_tokens_details = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
         """Adds what the engine loses: the state that layers without KV have of it.

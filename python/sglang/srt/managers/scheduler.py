@@ -1,4 +1,4 @@
-"""Scheduler of a prefill or decode worker: its tree, its pools, and flushes.
+"""Scheduler of a prefill or decode worker: its tree, and flushes.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the limit on LoRA adapters #39332
 (merged).
@@ -11,27 +11,21 @@ from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
-from sglang.srt.managers.kv_pool_state import Pools
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
 from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.tier import NO_TIER
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
-    """Gives a decode worker its tree, tells what the pools hold, and flushes on all ranks alike.
+    """Gives a decode worker its tree, tells whether it rests, and flushes around quarantine.
 
     What the engine has in its mixins is overridden in their modules.
     """
 
-    # A flush that waits until no request is left, and until when, as the engine has it.
-    _pending_flush: tuple[Any, float] | None = None
-
-    # ---- the tree and the pools ----
+    # ---- the tree ----
 
     def init_cache_with_memory_pool(self) -> None:
         """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
@@ -52,39 +46,18 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         return self.server_args.disaggregation_decode_enable_radix_cache
 
     def get_internal_state(self, recv_req):
-        """Adds ``kv_pool``: the pool figures of invariant I1 in tokens where one pool has all KV."""
+        """Adds ``kv_pool``."""
         output = super().get_internal_state(recv_req)
         output.internal_state = {**output.internal_state, "kv_pool": self.kv_pool_state()}
         return output
 
-    def pools(self) -> Pools:
-        """This worker's pools as they are now."""
-        return Pools(
-            tree=self.tree_cache,
-            allocator=self.token_to_kv_pool_allocator,
-            rows=getattr(self, "req_to_token_pool", None),
-            size=self.max_total_num_tokens,
-            buffers=getattr(self, "req_to_metadata_buffer_idx_allocator", None),
-        )
-
     def kv_pool_state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says."""
-        idle = self.rests()
-        return self.pools().state(idle, self.pool_record(idle), self.kv_manager())
-
-    def pool_record(self, idle: bool) -> dict[str, Any]:
-        """What it says beside the figures of the pools, of a worker that is ``idle`` or not."""
-        record: dict[str, Any] = {"dp_rank": self.dp_rank or 0} if self.server_args.dp_size > 1 else {}
-        for state in hooks_of(self).state:
-            record |= state()
-        return record
+        """What ``kv_pool`` says. Extras say more."""
+        return {"idle": self.rests()}
 
     def rests(self) -> bool:
-        """Whether the worker has no request, and nothing in quarantine or on its way to or from a tier."""
-        return self.is_fully_idle() and not (self.has_quarantine() or self._copies())
-
-    def _copies(self) -> bool:
-        return getattr(self.tree_cache, "tier", NO_TIER).busy
+        """Whether the worker has no request, and nothing in quarantine."""
+        return self.is_fully_idle() and not self.has_quarantine()
 
     def note_step(self, batch, result) -> None:
         """A step's result has been processed."""
@@ -156,11 +129,6 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
     def begin_turn(self, recv_reqs) -> None:
         """What a turn of the loop begins with, when its messages have been processed."""
 
-    def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while KV is on its way to or from a tier."""
-        if not self._copies():
-            super().maybe_sleep_on_idle()
-
     # ---- flushes ----
 
     def flush_cache(self) -> bool:
@@ -174,20 +142,3 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         if self.has_quarantine():
             flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
         return flush()
-
-    def flush_cache_wrapped(self, recv_req):
-        """Several TP ranks, or a worker with a tier, decide together."""
-        if self._flushes_alone() or self._pending_flush is not None:
-            return super().flush_cache_wrapped(recv_req)
-        return begin_flush(self, recv_req, super().flush_cache_wrapped)
-
-    def _check_pending_flush(self) -> None:
-        """Several ranks look together whether the flush that waits can be done, and give it up together."""
-        if self._pending_flush is None or self._flushes_alone():
-            super()._check_pending_flush()
-        else:
-            check_pending_flush(self, super()._check_pending_flush)
-
-    def _flushes_alone(self) -> bool:
-        plain = self.disaggregation_mode == engine.DisaggregationMode.NULL and not hasattr(self.tree_cache, "tier")
-        return plain or self.attn_tp_size == 1

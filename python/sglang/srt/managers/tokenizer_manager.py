@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.refused_requests import RefusedRequests
-from sglang.srt.managers.worker_rest import wait_sent
 
 __all__ = ["ReqState", "TokenizerManager"]
 
@@ -23,10 +21,4 @@ class ReqState(engine.ReqState):
 
 
 class TokenizerManager(RefusedRequests, engine.TokenizerManager):
-    """On prefill, ends when that has been sent which its clients have been answered for."""
-
-    async def sigterm_watchdog(self) -> None:
-        """As in the engine, but that a prefill sends first what its clients have been answered for."""
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.server_args.tokenizer_worker_num == 1:
-            await wait_sent(self)
-        await super().sigterm_watchdog()
+    """Tells the other worker of what is refused."""

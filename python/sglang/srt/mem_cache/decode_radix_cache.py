@@ -5,43 +5,32 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.eviction_order import EvictionOrder
-from sglang.srt.mem_cache.free_watermark import WATERMARK_LEAVES, WATERMARK_SLACK, watermark_part
-from sglang.srt.mem_cache.known_prefixes import note_split
-from sglang.srt.mem_cache.kv_event_namespaces import record_store
-from sglang.srt.mem_cache.leaf_eviction import evict_leaves
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
-from sglang.srt.mem_cache.prefix_watch import PrefixWatches
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
-from sglang.srt.mem_cache.tree_audit import audit_tree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
-__all__ = ["DecodeRadixCache", "insert_below", "is_plain", "is_warmup", "path_to"]
+__all__ = ["DecodeRadixCache", "NodeWatches", "add_layer", "insert_below", "is_warmup", "path_to", "reserve"]
+
+_layers: list[type[DecodeRadixCache]] = []
 
 
 def is_warmup(req: Req) -> bool:
     """Whether ``req`` is a warm-up or health check (fake bootstrap host), for which no KV is ever transferred."""
     return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
-
-
-def is_plain(req: Req) -> bool:
-    """Whether nothing in a request needs a whole prefill: what it says of the prompt itself, or what is no token."""
-    in_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    extra = in_prompt or req.return_hidden_states or req.return_routed_experts or req.is_prefill_only
-    other = req.input_embeds is not None or req.multimodal_inputs is not None or req.session is not None
-    return not (extra or other or req.token_type_ids is not None or is_warmup(req))
 
 
 def path_to(tree: DecodeRadixCache, node: TreeNode) -> list[TreeNode]:
@@ -72,6 +61,25 @@ def insert_below(
     return before, node
 
 
+def reserve(pool: Any, slots: torch.Tensor) -> None:
+    """Take the pages of ``slots`` (int64, of each page at least one) out of the free list of a cleared ``pool``."""
+    pages = slots // pool.page_size
+    pool.free_pages = pool.free_pages[~torch.isin(pool.free_pages, pages)]
+
+
+def add_layer(layer: type[DecodeRadixCache]) -> None:
+    """Have each decode tree be a ``layer`` too: its methods come before the core's, behind those of subclasses."""
+    _layers.insert(0, layer)
+    _layered.cache_clear()
+
+
+@cache
+def _layered(cls: Any) -> Any:
+    layers = [layer for layer in _layers if not issubclass(cls, layer)]
+    own = [] if cls is DecodeRadixCache and layers else [cls]
+    return types.new_class(cls.__name__, (*own, *layers)) if layers else cls
+
+
 def _behind_lock(tree: DecodeRadixCache, req: Req, end: int) -> tuple[RadixKey, torch.Tensor]:
     """The key and the slots, int64, of the whole pages of ``req`` from its lock to token ``end``.
 
@@ -95,22 +103,59 @@ def _slots_between(above: TreeNode, node: TreeNode) -> torch.Tensor:
     return torch.cat(parts[::-1])
 
 
+class NodeWatches:
+    """What a tree tells of each change of its nodes, and what of them it evicts last: here none."""
+
+    def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
+        """on_leave: told of a node that is wanted no longer, or less of it."""
+        self.changes = 0
+
+    def on_reset(self) -> None:
+        """The tree is empty, with a new root."""
+        self.changes += 1
+
+    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """``upper`` has taken the first tokens of ``lower`` from it."""
+        self.changes += 1
+
+    def on_removal(self, node: TreeNode) -> None:
+        """The leaf ``node`` has been evicted."""
+        self.changes += 1
+
+    def on_new_leaf(self, node: TreeNode) -> None:
+        """A leaf has been added."""
+        self.changes += 1
+
+    def wanted(self, node: TreeNode) -> int:
+        """Tokens from the start of ``node``, whole pages, that are evicted last."""
+        return 0
+
+    def waiting(self, node: TreeNode) -> int:
+        """For how many that is so."""
+        return 0
+
+
 class DecodeRadixCache(RadixCache):
     """Radix cache of a decode worker.
 
     Differs from the engine's in five ways: it can be asked without being changed (`peek`), it evicts an exact number
-    of pages (`evict_shortfall`), it knows what queued requests match (`watches`) and evicts that last, it only takes KV
-    that has been committed, and it keeps a ledger of its locks.
+    of pages (`evict_shortfall`), it tells of changes (`watches`), it only takes KV that has been committed, and it
+    keeps a ledger of its locks.
     """
 
-    # What reads it, and makes its keys; an extra may put another in its place.
+    # What reads it, and makes its keys, and what it tells of changes; an extra may put another in their place.
     reader_type = PrefixReader
+    watches_type = NodeWatches
     # The other pool of a model with sliding windows.
     windows: WindowSlots | None = None
     # Where its KV is kept beside its pool.
     tier: Tier = NO_TIER
     # Steps over prompts, by number: which is to write what enters the tree now (0: it is there), and which are over.
     writing = written = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DecodeRadixCache:
+        """See `add_layer`."""
+        return super().__new__(_layered(cls))  # type: ignore[arg-type]
 
     @classmethod
     def take_over(cls, cache: RadixCache, sliding_window_size: int | None = None) -> DecodeRadixCache:
@@ -136,13 +181,6 @@ class DecodeRadixCache(RadixCache):
             new.metrics_collector = cache.metrics_collector
         return new
 
-    def __init__(self, params: CacheInitParams):
-        """Adds the order of the free list: see ``mem_cache/allocator.py``."""
-        super().__init__(params)
-        self.pool.long_runs_last = True
-        # Tokens to keep free, whole pages.
-        self.watermark = int(watermark_part() * self.pool_size) // self.page_size * self.page_size
-
     @property
     def pool(self) -> Any:
         """The allocator of the slots that the tree holds."""
@@ -163,8 +201,7 @@ class DecodeRadixCache(RadixCache):
             self.watches.on_reset()
         else:
             self.reader = self.reader_type(self)
-            self.watches = PrefixWatches(self, lambda node: self.victims.no_longer_wanted(node))
-        self.victims = EvictionOrder(self.evictable_leaves, self.eviction_strategy, self.watches.waiting)
+            self.watches = self.watches_type(self, self.no_longer_wanted)
         self.generation = getattr(self, "generation", 0) + 1
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
@@ -275,63 +312,61 @@ class DecodeRadixCache(RadixCache):
             self.token_to_kv_pool_allocator.free(slots)
         self.dec_lock_ref(req.last_node)
 
+    def alloc_delta(self, num_tokens: int) -> torch.Tensor | None:
+        """Slots for what a remote worker will write, int64: whole pages; None if there are too few."""
+        return self.pool.alloc(num_tokens)
+
     def evict_shortfall(self, num_tokens: int) -> int:
         """Evict ``num_tokens`` rounded up to pages, and no more: the last victim is split and keeps its head.
 
-        The engine's ``evict`` takes whole leaves, which for one request can empty a cache of long prompts.
-        Returns the number of tokens freed; fewer than asked when the rest is locked.
+        The engine's ``evict`` takes whole leaves, which for one request can empty a cache of long prompts. Like that,
+        this looks at all leaves. Returns the number of tokens freed; fewer than asked when the rest is locked.
         """
-        return evict_leaves(self, num_tokens, exact=True)
+        start, freed = time.perf_counter(), 0
+        # The id decides between equals, so that all TP ranks do alike.
+        heap = [(self.eviction_strategy.get_priority(leaf), leaf.id, leaf) for leaf in self.evictable_leaves]
+        heapq.heapify(heap)
+        while heap and freed < num_tokens:
+            leaf = heapq.heappop(heap)[-1]
+            freed += self.evict_leaf(leaf, len(leaf.key) - (num_tokens - freed))
+            if (parent := leaf.parent) in self.evictable_leaves:
+                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent.id, parent))
+        self.update_eviction_metrics(freed, start)
+        return freed
 
-    def evict(self, params: EvictParams) -> EvictResult:
-        """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
-        return EvictResult(num_tokens_evicted=evict_leaves(self, params.num_tokens, exact=False))
+    def evict_leaf(self, leaf: TreeNode, keep: int) -> int:
+        """Evict a leaf but for the whole pages of its first ``keep`` tokens. Returns the tokens that were freed."""
+        keep = keep // self.page_size * self.page_size
+        if keep > 0:
+            head = self._split_node(leaf.key, leaf, keep)
+            head.last_access_time, head.creation_time = leaf.last_access_time, leaf.creation_time
+        self._delete_leaf(leaf)
+        self.pool.free(leaf.value)
+        self._record_remove_event(leaf)
+        return len(leaf.value)
 
-    def evict_to_watermark(self) -> None:
-        """Evict what the free list lacks to the watermark, a few leaves at a time; nothing that a request waits for.
-
-        A pool without one hands each request the pages of whatever leaves just went for it, and each decode step cuts
-        the next long run up: with it there are long runs and short ones to choose from. Requests may use all of what is
-        kept free; it is not part of what they are budgeted.
-        """
-        short = self.watermark - self.pool.available_size()
-        # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
-        if short > self.watermark * WATERMARK_SLACK:
-            leaves = WATERMARK_LEAVES
-            evict_leaves(self, short, exact=True, max_leaves=leaves, wanted_too=False)
+    def no_longer_wanted(self, node: TreeNode) -> None:
+        """A request does not wait for ``node`` any more."""
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Tells the requests that watch ``child`` of the split."""
+        """Tells of the split."""
         upper = super()._split_node(key, child, split_len)
         self.watches.on_split(upper, child)
-        note_split(upper, child)
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """Tells the requests that watch ``node`` of its removal."""
+        """Tells of the removal."""
         super()._delete_leaf(node)
-        self.victims.drop(node)
         self.watches.on_removal(node)
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Events tell prompts with an extra_key apart, and those who watch for a new leaf are told of it."""
+        """Tells of a new leaf."""
         self.growth += 1
         before = len(self.kv_event_queue)
-        record_store(self, node, super()._record_store_event)
+        super()._record_store_event(node)
         self.reader.tell_tokens(self.kv_event_queue[before:])
         self.watches.on_new_leaf(node)
 
-    def _update_leaf_status(self, node: TreeNode) -> None:
-        """Lists a leaf for eviction once the engine counts it as evictable."""
-        super()._update_leaf_status(node)
-        if node in self.evictable_leaves:
-            self.victims.add(node)
-
-    # ---- self-check ----
-
     def audit(self, holders: Iterable[TreeNode]) -> list[str]:
-        """Every way in which the tree contradicts itself or the nodes that live requests hold; empty when sound.
-
-        holders: one node per lock that a live request holds (the same node twice for two requests).
-        """
-        return audit_tree(self, holders)
+        """How the tree contradicts itself, or that live requests have a lock on each of ``holders``. Of extras."""
+        return []

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_admission import QueueEntry
     from sglang.srt.disaggregation.decode_budget import LiveReqs
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.prefix_watch import Watch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["NO_TIER", "Tier"]
@@ -54,14 +53,14 @@ class Tier:
 
     # ---- what is copied into a request's own pages ----
 
-    def watch(self, token_ids: Sequence[int], extra_key: str | None) -> Watch | None:
-        """Begin to watch what the tier has of a prompt, which is then evicted last."""
+    def watch(self, token_ids: Sequence[int], extra_key: str | None) -> Any:
+        """Begin to watch what the tier has of a prompt, ``length`` tokens, which is then evicted last."""
         return None
 
-    def end_watch(self, watch: Watch) -> None:
+    def end_watch(self, watch: Any) -> None:
         """End it."""
 
-    def found(self, watch: Watch | None, held: int) -> PrefixPeek:
+    def found(self, watch: Any, held: int) -> PrefixPeek:
         """What the tier has of a prompt, if that is more than the ``held`` tokens that the tree has."""
         return NOTHING
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, reserve
 from sglang.srt.mem_cache.decode_windows import Windows
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class WindowSlots:
         self.allocator = allocator
         self.rule = rule
         self.pool = allocator.swa_attn_allocator
-        self.pool.long_runs_last = True
+        self.alloc = self.pool.alloc
         # By which requests save theirs when they are retracted.
         allocator.window_slots = self
         if self.size < rule.most:
@@ -58,7 +58,7 @@ class WindowSlots:
 
         What is left of the last page gets its entries when decode steps use it.
         """
-        own = self.pool.alloc_long_runs(len(slots))
+        own = self.alloc(len(slots))
         if own is None:
             raise RuntimeError("admitted beyond what the window pool has")
         self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
@@ -84,7 +84,7 @@ class WindowSlots:
     def reserve(self, slots: torch.Tensor, own: torch.Tensor) -> None:
         """Take ``own`` back out of a pool that has been cleared, for ``slots`` of the other; 0: it had none."""
         used = own > 0
-        self.pool.reserve(own[used])
+        reserve(self.pool, own[used])
         self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
 
     def behind(self, req: Req) -> int:

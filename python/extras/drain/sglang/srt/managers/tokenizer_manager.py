@@ -5,8 +5,10 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.drain import Drain
+from sglang.srt.managers.worker_rest import wait_sent
 
 __all__ = ["TokenizerManager"]
 
@@ -24,8 +26,13 @@ class TokenizerManager(engine.TokenizerManager):
         super().auto_create_handle_loop()
 
     async def sigterm_watchdog(self) -> None:
-        """A worker that drains takes nothing new, and ends by itself; any other as without this."""
+        """A worker that drains takes nothing new, and ends by itself.
+
+        Any other as in the engine, but that a prefill sends first what its clients have been answered for.
+        """
         if self.drain is not None:
             await self.drain.run(self)
             return
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.server_args.tokenizer_worker_num == 1:
+            await wait_sent(self)
         await super().sigterm_watchdog()

@@ -11,14 +11,13 @@ Upstream: none is known. NVIDIA Dynamo decides the same in its router (condition
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.step_watch import StepWatch, has_prompts
-
-__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy"]
+__all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy", "ShortTransfers"]
 
 UNIT = 1000  #: A decode step.
 #: Decode steps give one part in so many of their time to steps over prompts, if this many requests or more decode. If
@@ -68,13 +67,43 @@ class Policy(NamedTuple):
 AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)  #: A chat's turn has fewer than 128 tokens.
 
 
+def _has_prompts(batch: Any) -> bool:
+    """Whether a step computes prompts, on this or another of the DP ranks that step together."""
+    return bool(getattr(batch, "is_extend_in_batch", False))
+
+
+class ShortTransfers:
+    """How long the last transfers from prefills took, from admission to commit."""
+
+    KEPT = 8
+    # What a transfer of fewer tokens takes is not for its tokens.
+    LEAST_TOKENS = 256
+    # Older ones say nothing of what a prefill does now.
+    LATE_S = 30.0
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque(maxlen=self.KEPT)
+
+    def done(self, tokens: int, seconds: float) -> None:
+        """A transfer of ``tokens`` tokens was committed ``seconds`` after its admission."""
+        self._last.append((time.monotonic(), seconds / max(tokens, self.LEAST_TOKENS)))
+
+    def short(self) -> float | None:
+        """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
+        since = time.monotonic() - self.LATE_S
+        found = [seconds_per_token for at, seconds_per_token in self._last if at > since]
+        return median(found) * self.LEAST_TOKENS if found else None
+
+
 class Bucket:
     """Time for steps over prompts. transfer_s: what prefill took for short remainders of late; None if unknown."""
 
     width = 2
 
     def __init__(self, transfer_s: Callable[[], float | None] = lambda: None):
-        self._transfer_s, self._watch = transfer_s, StepWatch()
+        self._transfer_s = transfer_s
+        # When the last step ended, if the loop has not been idle since.
+        self._ended: float | None = None
         self._decode, self._computed = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
         # Agreed on: of a request in a step over prompts, of prefill; 0: unknown.
         self.cost = self.prefill = 0
@@ -83,17 +112,19 @@ class Bucket:
 
     def idle(self) -> None:
         """The loop has nothing to do: the time until the next result is not that of a step."""
-        self._watch.idle()
+        self._ended = None
 
     def note_step(self, batch: Any, result: Any = None, now: float | None = None) -> None:
         """The result of ``batch`` has been processed; its time is that since the result before."""
-        seconds, everywhere = self._watch.lap(now), batch.global_num_tokens or ()
+        began, self._ended = self._ended, time.monotonic() if now is None else now
+        everywhere = batch.global_num_tokens or ()
         self._sharers = max(1, len(everywhere))
-        if seconds is None:
+        if began is None:
             return
+        seconds = self._ended - began
         if batch.forward_mode.is_extend() and batch.prefill_stats is not None:
             self._computed.append(seconds / max(1, len(batch.reqs)))
-        elif not has_prompts(batch) and (batch.reqs or max(everywhere, default=0)):
+        elif not _has_prompts(batch) and (batch.reqs or max(everywhere, default=0)):
             self._decode.append(seconds)
 
     def own(self) -> list[int]:
@@ -170,5 +201,5 @@ class OtherRanks:
         """The result of ``batch`` has been processed. A rank that computes prompts counts these, and not requests."""
         everywhere = batch.global_num_tokens or ()
         self.together = len(everywhere) > 1
-        if everywhere and not has_prompts(batch):
+        if everywhere and not _has_prompts(batch):
             self.decoding = max(everywhere)

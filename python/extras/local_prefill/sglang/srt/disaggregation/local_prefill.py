@@ -22,17 +22,16 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource, Events
 from sglang.srt.disaggregation.deferred_release import let_go
-from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy
+from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy, ShortTransfers
 from sglang.srt.disaggregation.peer_calls import tell
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.decode_radix_cache import is_plain
-from sglang.srt.mem_cache.known_prefixes import note_known, unknown_to_prefill
+from sglang.srt.mem_cache.known_prefixes import is_plain, note_known, unknown_to_prefill
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
+    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
     from sglang.srt.disaggregation.decode_budget import LiveReqs
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
@@ -168,7 +167,8 @@ class LocalPrefills(DeltaSource):
         """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
         self._tree, self._rows, self._admission, self._events = tree, rows, admission, events
         self.policy, self._tells = policy, tells
-        self.bucket = Bucket(admission.transfers.short)
+        self.transfers = ShortTransfers()
+        self.bucket = Bucket(self.transfers.short)
         self.ranks = OtherRanks()
         # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
         self.slices = not tree.is_eagle
@@ -413,6 +413,11 @@ class LocalHooks(DecodeHooks):
     def source(self) -> DeltaSource:
         """This worker."""
         return self._local
+
+    def arrived(self, entry: QueueEntry, seconds: float) -> None:
+        """From a prefill, or it was computed here."""
+        if not entry.local:
+            self._local.transfers.done(entry.delta, seconds)
 
     def has_work(self) -> bool:
         """Whether a request waits here, or for its first decode step."""

@@ -17,6 +17,8 @@ from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
 __all__ = ["AdapterHooks", "AdapterTurns", "held_back", "running_and_waiting"]
 
 Fits = Callable[[set[str | None]], bool]
+# Where no option says how often a request may be overtaken.
+MOST_OVERTAKEN = 32
 
 
 @contextmanager
@@ -109,7 +111,8 @@ class AdapterTurns:
         """Those of this scheduler, made when first asked for."""
         if getattr(scheduler, "adapter_turns", None) is None:
             fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
-            scheduler.adapter_turns = cls(fits, scheduler.server_args.disaggregation_decode_max_overtaken)
+            most = getattr(scheduler.server_args, "disaggregation_decode_max_overtaken", MOST_OVERTAKEN)
+            scheduler.adapter_turns = cls(fits, most)
         found: AdapterTurns = scheduler.adapter_turns
         return found
 

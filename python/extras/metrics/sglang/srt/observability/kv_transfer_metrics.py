@@ -151,11 +151,13 @@ class KvTransferCounters(Events):
 
     def admitted(self, decode_req: DecodeRequest, prefix_len: int, loaded: int) -> None:
         entry = decode_req.entry
-        if self._counts_requests and entry.following_since is not None:
+        # What waits for transfers has it.
+        waited_s = getattr(entry, "waited_s", 0.0)
+        if self._counts_requests and getattr(entry, "following_since", None) is not None:
             self._followed.inc()
             self._not_sent_twice.inc(max(prefix_len - entry.held_alone, 0))
-            self._following.inc(entry.waited_s)
-        decode_req.req.time_stats.note_admitted(prefix_len, loaded, entry.local, entry.waited_s)
+            self._following.inc(waited_s)
+        decode_req.req.time_stats.note_admitted(prefix_len, loaded, entry.local, waited_s)
 
     def overtaken(self, num_requests: int) -> None:
         if self._counts_requests:

@@ -75,7 +75,7 @@ def _on_decode(scheduler: Any) -> list[InHand]:
     waiting, transfers = scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue
     found = []
     for each in waiting.queue:
-        follows = each.entry is not None and each.entry.coming
+        follows = getattr(each.entry, "coming", 0)
         state = ("held_back" if follows else "waiting") if each.waiting_for_input else "handshake"
         found.append(InHand(each.req, state))
     for each in transfers.queue:

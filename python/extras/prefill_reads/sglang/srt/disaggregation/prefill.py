@@ -12,7 +12,7 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode_reads import DecodeRead, DecodeReads, agree_on_reads, make_reads
 from sglang.srt.disaggregation.kv_weights import know_weights
-from sglang.srt.mem_cache.decode_radix_cache import is_plain
+from sglang.srt.mem_cache.known_prefixes import is_plain
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -128,7 +128,8 @@ class ImageHooks(DecodeHooks):
         other = bool(output_ids[decode_req.metadata_buffer_index, OTHER_IMAGES])
         if entry is not None and has_images(req):
             (self._others.add if other else self._others.discard)(entry.prefill)
-            self._transfers.policy.transfers.changes += 1
+            if (waited_for := getattr(self._transfers.policy, "transfers", None)) is not None:
+                waited_for.changes += 1
         if other:
             logger.warning(
                 "Request %s: the images of prefill and decode differ, so none of its KV is kept on decode", req.rid

@@ -197,11 +197,15 @@ class LateLines(Lines):
         late = {i for i in order if self.is_second(entries[i])}
         if not late:
             return order
+
+        def follows(i: int) -> bool:
+            return getattr(entries[i], "coming", 0) > 0
+
         mixed: list[int] = []
         for priority, group in itertools.groupby(order, lambda i: entries[i].priority):
             same = [*group]
             parts = [i for i in same if i not in late], [i for i in same if i in late]
-            mixed += late_by_turns(*parts, self._target.since_late(priority), lambda i: entries[i].coming > 0)
+            mixed += late_by_turns(*parts, self._target.since_late(priority), follows)
         return mixed
 
     def version(self) -> Hashable:

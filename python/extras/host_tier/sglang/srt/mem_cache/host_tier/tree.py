@@ -87,8 +87,6 @@ def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree
         )
     )
     host.events = lambda: tree.kv_event_queue
-    # A watermark is for what prefill writes in long runs.
-    host.watermark = 0
     return host
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, reserve
 from sglang.srt.mem_cache.known_prefixes import note_known
 from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.node_saves import SavingTree
@@ -230,7 +230,7 @@ class PegaFlowTree(SavingTree, Tier):
     def keep_fenced(self) -> None:
         """Take what the server may still read or write out of an allocator that has been cleared, until it is done."""
         if self.fenced:
-            self.token_to_kv_pool_allocator.reserve(torch.cat([one.slots for one in self.fenced]))
+            reserve(self.token_to_kv_pool_allocator, torch.cat([one.slots for one in self.fenced]))
 
 
 class PegaFlowRadixCache(PegaFlowTree):

@@ -1,0 +1,161 @@
+"""A step of admission in which some wait for the transfers of others, and others go out of their turn.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.admission_step import Admission, all_ready, waiting
+from sglang.srt.disaggregation.decode_adder import DecodeAdder
+from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.decode_budget import Memory
+from sglang.srt.disaggregation.prefix_policy import PrefixEntry, PrefixPolicy, Turns
+from sglang.srt.mem_cache.prefix_watch import wanted_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_schedule import Agreed
+    from sglang.srt.disaggregation.prefix_schedule import PrefixSchedule
+
+__all__ = ["PrefixAdder", "PrefixAdmission"]
+
+
+class PrefixAdder(DecodeAdder):
+    """The admissions of one step, out of turn as often as the policy allows."""
+
+    def __init__(
+        self, policy: PrefixPolicy, waiting: Callable[[], Sequence[PrefixEntry]] | None, *args: Any, **more: Any
+    ):
+        """waiting: the entries of all that could be admitted; None where there is no other. Asked at most once, when
+        somebody could be admitted."""
+        super().__init__(*args, **more)
+        self._policy, self._waiting = policy, waiting
+        self._turns: Turns | None = None
+        # What those need that wait for transfers of others, asked for when somebody else could be admitted.
+        self._waits: list[Callable[[], Memory]] = []
+        self._promised = Memory(0)
+
+    def wait(self, needs: Callable[[], Memory]) -> None:
+        """A request waits for the transfer of another, will then go first, and ``needs`` as much."""
+        self._waits.append(needs)
+
+    @property
+    def promised(self) -> Memory:
+        """What all need that wait."""
+        for needs in self._waits:
+            self._promised = self._promised.plus(needs())
+        self._waits.clear()
+        return self._promised
+
+    def _in_turn(self, entry: Any) -> bool:
+        if self._turns is None and self._waiting is not None:
+            self._turns = Turns(self._policy, self._waiting())
+        return self._turns is None or self._turns.take(entry)
+
+    def overtaken(self) -> int:
+        """At the end of the step: how many others those that were added have overtaken."""
+        entries: Sequence[Any] = self._entries
+        return self._turns.end(entries) if entries and self._turns is not None else 0
+
+
+class PrefixAdmission(Admission):
+    """Admits requests of one rank, but those that wait for the transfer of another."""
+
+    _policy: PrefixPolicy
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        # Of the last step: the state in which all waited for transfers, and until when; and see `PrefixSchedule.alike`.
+        self.following: tuple[Hashable, float] | None = None
+        self.alike = True
+
+    def has_nothing_new(self, step: int, queue: Any, retracted: Any, schedule: Any, *args: Any) -> bool:
+        """Or all wait for others."""
+        if not retracted and not self.alike:
+            return False
+        if retracted or self.following is None:
+            return super().has_nothing_new(step, queue, retracted, schedule, *args)
+        return step % self._look_every != 0 and bool(queue) and self._follows_on(schedule, queue) and all_ready(queue)
+
+    def _follows_on(self, schedule: PrefixSchedule, queue: Sequence[DecodeRequest]) -> bool:
+        """Whether all still wait for transfers of others. Clocks of ranks differ: several look every few steps."""
+        if self.following is None or len(queue) > WINDOW:
+            return False
+        state, due = self.following
+        return state == self._moves(schedule) and (self._several_ranks or time.monotonic() <= due)
+
+    def _moves(self, schedule: PrefixSchedule) -> Hashable:
+        """Another where one that waits for a transfer may be admitted; on several ranks, on all of them."""
+        return schedule.version() if self._several_ranks else self._policy.watches.moves
+
+    def admit(self, agreed: Agreed, *args: Any) -> list[DecodeRequest]:
+        schedule = args[-1]
+        self.following, self.alike = None, schedule.alike
+        going = agreed._replace(candidates=self._others(agreed.candidates, schedule))
+        admitted = super().admit(going, *args)
+        if admitted:
+            self._events.overtaken(self._adding.overtaken())
+        return admitted
+
+    def _others(
+        self, candidates: Iterable[tuple[DecodeRequest, bool]], schedule: PrefixSchedule
+    ) -> Iterator[tuple[DecodeRequest, bool]]:
+        """Those that wait for nobody, each when it is its turn: who is admitted may become the leader of others."""
+        now, due = time.monotonic(), math.inf
+        for decode_req, may_match in candidates:
+            if decode_req.is_aborted or decode_req.error is not None:
+                continue
+            req, entry = decode_req.req, decode_req.entry
+            try:
+                follows = self._follows(decode_req, entry, may_match, now)
+            except Exception as e:
+                # On all ranks: they ask the same of the same tree.
+                decode_req.lose(e)
+                continue
+            if follows:
+                self._adding.wait(partial(self._accounts.kept_for, req, entry.watch.length + entry.coming))
+                due = min(due, entry.due)
+            else:
+                yield decode_req, may_match
+        # Nobody was refused.
+        if due < math.inf:
+            self.following = self._moves(schedule), due
+
+    def _follows(self, decode_req: DecodeRequest, entry: PrefixEntry, may_match: bool, now: float) -> bool:
+        """Whether it waits for the transfer of another, which brings ``entry.coming``."""
+        policy = self._policy
+        may_match = may_match and self._tree.accepts(decode_req.req)
+        # In the step in which it has shaken hands nobody has asked before.
+        entry.takes_prefix = entry.takes_prefix or may_match
+        if may_match and policy.may_follow:
+            # Another request of this step may have become its leader.
+            policy.find_leader(entry, now)
+            if entry.coming:
+                entry.source = None
+                return True
+        entry.coming = 0
+        return False
+
+    def _adder(self, window: Sequence[DecodeRequest], room: int, budget: Any, live: Any) -> PrefixAdder:
+        entries: Any = (lambda: waiting(window)) if len(window) > 1 else None
+        evictable = self._evictable(window) if self._several_ranks else None
+        limits = self._policy.hooks.limit
+        self._adding = PrefixAdder(
+            self._policy, entries, room, budget, self._accounts.reserved, evictable, limits, live
+        )
+        return self._adding
+
+    def _evictable(self, window: Sequence[DecodeRequest]) -> int:
+        """Tokens that a step on several ranks may evict and go on, the same on all of them.
+
+        Nobody who waits matches these, so what the ranks have agreed on stays.
+        """
+        if not self.alike or len(window) == WINDOW:
+            return 0
+        return max(0, self._tree.evictable_size() - wanted_tokens(self._policy.watches))

@@ -1,0 +1,59 @@
+"""The order of admission, and how often a request may be overtaken.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from sglang.srt import server_args as engine
+from sglang.srt.mem_cache.cache_support import FLAG
+
+__all__ = ["ServerArgs"]
+
+# How often a request may be overtaken before it goes first.
+DEFAULT_MAX_OVERTAKEN = 32
+
+
+@dataclasses.dataclass
+class ServerArgs(engine.ServerArgs):
+    """Server arguments with an order of admission."""
+
+    disaggregation_decode_admission: str = "prefix"
+    disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds the options of the order."""
+        engine.ServerArgs.add_cli_args(parser)
+        parser.add_argument(
+            "--disaggregation-decode-admission",
+            choices=("prefix", "fcfs"),
+            default="prefix",
+            help="Order in which a decode worker with a radix cache admits requests. prefix: those whose prompt is "
+            "mostly in the tree go first, and one that extends a prompt in transfer waits for it instead of having it "
+            "sent again. fcfs: first come, first served, and nobody waits for others.",
+        )
+        parser.add_argument(
+            "--disaggregation-decode-max-overtaken",
+            type=int,
+            default=DEFAULT_MAX_OVERTAKEN,
+            metavar="N",
+            help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
+            "earlier; then it goes first. 0: none.",
+        )
+
+    def _handle_pd_disaggregation(self) -> None:
+        """Checks that they are given with the flag only, and the bound."""
+        if not self.disaggregation_decode_enable_radix_cache:
+            if self.disaggregation_decode_admission != "prefix":
+                raise ValueError(f"--disaggregation-decode-admission needs {FLAG}. Give both to the decode worker.")
+            if self.disaggregation_decode_max_overtaken != DEFAULT_MAX_OVERTAKEN:
+                raise ValueError(f"--disaggregation-decode-max-overtaken needs {FLAG}. Give both to the decode worker.")
+        elif self.disaggregation_decode_max_overtaken < 0:
+            raise ValueError(
+                f"--disaggregation-decode-max-overtaken is {self.disaggregation_decode_max_overtaken}: give 0 or more."
+            )
+        super()._handle_pd_disaggregation()
