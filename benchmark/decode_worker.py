@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 
 
@@ -140,7 +139,11 @@ class DecodeWorker:
             self.allocator = SWATokenToKVPoolAllocator(
                 size, window_tokens, page_size, torch.float32, "cpu", kv, need_sort=True
             )
-            tree_type = WindowRadixCache if tree_type is DecodeRadixCache else tree_type
+            if tree_type is DecodeRadixCache:
+                # Of an extra.
+                from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
+
+                tree_type = WindowRadixCache
         if states is None:
             self.pool = DecodeReqToTokenPool(max_reqs, max_len, "cpu", False, pre_alloc_size=max_reqs)
         else:
@@ -154,6 +157,10 @@ class DecodeWorker:
                 sliding_window_size=window,
             )
         )
+        if states is not None and isinstance(self.tree, DecodeRadixCache):
+            from sglang.srt.mem_cache.state_slots import StateSlots
+
+            self.tree.state = StateSlots(self.pool)
         if watermark is not None:
             self.tree.watermark = watermark
         self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)

@@ -78,9 +78,6 @@ class ServerArgs(engine.ServerArgs):
         finally:
             engine.logger.setLevel(level)
         self.disable_radix_cache = False
-        if self.enable_mamba_extra_buffer():
-            # Its slots hold states for a prefix cache. This one holds none; all else that it allows has been settled.
-            self.mamba_scheduler_strategy = "no_buffer"
         logger.info("Decode worker keeps a radix cache: prefill is asked only for KV it does not hold.")
 
     def _check_decode_radix_cache(self) -> None:

@@ -166,7 +166,7 @@ def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend
 
 
 def test_two_ranks_on_both_sides(clusters, model, truth, backend):
-    """Other sizes are refused, in `unit/test_state_wire.py`: there no worker has to be served before it is ready."""
+    """Other sizes are refused, in `test_state_wire.py`: there no worker has to be served before it is ready."""
     common = ["--page-size", "16", "--chunked-prefill-size", "64", *TP2]
     cluster = clusters.get(model, backend=backend, decode_args=[FLAG], common_args=common)  # noqa: F811
     pair = Pair(cluster)

@@ -12,7 +12,6 @@ from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_admission import QueueEntry
 from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses
 from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_traps import tokens
 
@@ -36,9 +35,9 @@ class Step:
         self.budgets += 1
         return Budget(Memory(100, 100), available, 0, lambda: Uses([], 0, []), 0)
 
-    def add(self, number: int, tokens: int, window: WindowNeed = NO_WINDOW) -> Added:
+    def add(self, number: int, tokens: int) -> Added:
         entry = self.entries[number]
-        added = self.adder.add_one(entry, SimpleNamespace(rid=number), plan(tokens)._replace(window=window))
+        added = self.adder.add_one(entry, SimpleNamespace(rid=number), plan(tokens))
         if added in (Added.YES, Added.LAST):
             entry.admitted_at = 1.0
         return added

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from decode_world import World, asked, queue
@@ -17,14 +17,13 @@ from sglang.srt.disaggregation.decode_budget import (
     Memory,
     Running,
     Uses,
-    WindowsKept,
     lacked,
     uses_of,
 )
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
-from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+from sglang.srt.mem_cache.state_kind import Kept, Need
 from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import serve, tokens
 
@@ -41,23 +40,9 @@ def together(reqs: list[Use]) -> Uses:
     return Uses([use.held for use in reqs], sum(use.shared for use in reqs), [use.at_length for use in reqs])
 
 
-def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: int) -> Budget:
+def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: Any) -> Budget:
     uses = together(running or [])
     return Budget(free, free.kv, in_tree, lambda: uses, lacked(uses), **more)
-
-
-def test_each_pool_has_its_budget():
-    window = Windows(12, 4).need(40, 20, reserved=4)
-    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
-    assert plan.needed == Memory(44, window.soon)
-    # What others give back when they are retracted is at hand for both.
-    assert budget(Memory(100, 100)).needs(plan) == Memory(60, window.at_length)
-    others = budget(Memory(100, 100), [Use(100, 0, 100)], windows_retractable=100)
-    assert others.needs(plan) == Memory(44, window.soon)
-    for short in (Memory(44, window.soon - 1), Memory(43, window.soon)):
-        assert not short.covers(plan.needed)
-        others.free = short
-        assert not others.covers(plan, Memory(0))
 
 
 def test_what_a_request_holds_it_need_not_be_given():
@@ -91,10 +76,23 @@ def found(length: int, evictable: int) -> PrefixPeek:
     return PrefixPeek(length, evictable, [], 0)
 
 
+class FiveKept(Kept):
+    """Of a pool beside KV five are kept, and one more for each admission."""
+
+    def __init__(self, kept: int = 5):
+        self.kept = kept
+
+    def plus(self, need: Need) -> Kept:
+        return FiveKept(self.kept + 1)
+
+    def with_need(self, need: Need) -> int:
+        return need.soon + self.kept
+
+
 def shared_budget() -> Budget:
     """Two that decode: 40 and 10 tokens of their own, and 60 of the first in the tree, which nobody else holds."""
     made = budget(Memory(1000, 100), [Use(100, 60, 260), Use(10, 0, 20)], in_tree=60, ahead=6, retracted=7)
-    made.windows_retractable, made.windows = 10, WindowsKept(resumes=5)
+    made.beside = FiveKept()
     assert made.retractable == 110 and made.running == Running(private=50, lacks=150, at_most=160)
     return made
 
@@ -102,8 +100,8 @@ def shared_budget() -> Budget:
 def test_what_an_admission_needs_figure_by_figure():
     made = shared_budget()
     # Of what it finds, 8 are held by the one that decodes: with them locked, a retraction brings 8 less.
-    plan = AdmissionPlan(found(48, 40), 20, 24, 120, WindowNeed(8, 12, 30))
-    assert made.needs(plan) == Memory(20 + 40 + (150 + 8) + 7, 30 - 10 + 5)
+    plan = AdmissionPlan(found(48, 40), 20, 24, 120, Need(8, 12, 30))
+    assert made.needs(plan) == Memory(20 + 40 + (150 + 8) + 7, 12 + 5)
     # Never more than the neediest lacks in all, whatever is locked.
     assert made.needs(plan._replace(found=found(48, 20))).kv == 20 + 20 + 160 + 7
     # Nothing is locked that was not free.
@@ -112,7 +110,6 @@ def test_what_an_admission_needs_figure_by_figure():
     assert made.needs(plan._replace(at_length=320)).kv == 20 + 40 + (300 - (110 - 8)) + 7
     # The next steps of all.
     assert made.needs(plan._replace(soon=200)).kv == 20 + 40 + (200 - 20 + 6) + 7
-    assert made.needs(plan._replace(window=WindowNeed(8, 25, 30))).windows == 25 + 5
     made.free = made.needs(plan).plus(Memory(3, 2))
     assert made.covers(plan, Memory(3, 2))
     assert not made.covers(plan, Memory(4, 2)) and not made.covers(plan, Memory(3, 3))
@@ -120,11 +117,11 @@ def test_what_an_admission_needs_figure_by_figure():
 
 def test_what_is_admitted_in_a_step_counts_for_the_next_in_it():
     made = shared_budget()
-    plan = AdmissionPlan(found(48, 40), 20, 24, 320, WindowNeed(8, 12, 30))
+    plan = AdmissionPlan(found(48, 40), 20, 24, 320, Need(8, 12, 30))
     made.admit(plan, ahead=4)
     assert (made.locked, made.lacks, made.coming, made.ahead) == (8, 158, 300, 10)
     assert made.free == Memory(1000 - 20 - 40, 100 - 8) and made.available == 1000 - 20
-    assert made.windows == WindowsKept(growth=12 - 8, lacks=30 - 8, resumes=5)
+    assert made.needs(plan).beside == 12 + 6
     small = AdmissionPlan(found(0, 0), 16, 20, 24)
     # What is left for the first is more than the second could need itself.
     assert made.needs(small).kv == 16 + (300 - 102) + 7

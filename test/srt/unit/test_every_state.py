@@ -361,8 +361,7 @@ def mentions(book: Any, rooms: set[int]) -> bool:
     return False
 
 
-# The last: of a model with states, every path gives its slot back.
-@pytest.fixture(params=[*KINDS, *(pytest.param(f"{kind} states", marks=pytest.mark.thorough) for kind in KINDS)])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from decode_world import DecodeWorker
-from sglang.srt.mem_cache import cache_support, kv_cache_builder
+from sglang.srt.mem_cache import kv_cache_builder
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mem_cache.state_kind import StateKind
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_pd_radix.patching import loader
-from sglang_pd_radix.tools.make_model import ModelShape, make_model
+from sglang_pd_radix.tools.make_model import make_model
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"]
@@ -72,36 +70,6 @@ def test_other_combinations_are_refused(parse, options, named):
     assert FLAG in str(refused.value) and named in str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def parse_hybrid(tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("model") / "hybrid", ModelShape(arch="qwen3-next"))
-    common = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", *DECODE]
-    return lambda *options: prepare_server_args([*common, *options])
-
-
-@pytest.mark.parametrize("flag", [[FLAG], []], ids=["flag", "no flag"])
-def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monkeypatch, flag):
-    """With the flag as without it: the engine would take two more, or four, for states of prefixes."""
-    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
-    strategy = ["--mamba-scheduler-strategy", "extra_buffer", "--page-size", "64"]
-    args = parse_hybrid("--max-running-requests", "20", *strategy, *flag)
-    args.check_server_args()
-    assert args.enable_mamba_extra_buffer() == (not flag)
-    # What the strategy is for without a prefix cache: larger pages, and steps that overlap.
-    assert args.page_size == 64 and not args.disable_overlap_schedule
-    assert args.disable_radix_cache == (not flag)
-    runner = object.__new__(ModelRunner)
-    params = SimpleNamespace(mamba_cache_per_req=1 << 20)
-    runner.server_args, runner.dp_size, runner.spec_algorithm = args, 1, SimpleNamespace(is_none=lambda: True)
-    runner.model_config = SimpleNamespace(context_len=1024)
-    monkeypatch.setattr(ModelRunner, "mambaish_config", SimpleNamespace(mamba2_cache_params=params))
-    args.disable_radix_cache = not flag
-    left = runner.handle_max_mamba_cache(1.0)
-    assert args.max_mamba_cache_size == 20 and left == pytest.approx(1 - 20 / 1024)
-    assert runner._resolve_max_num_reqs(100_000) == 20
-    assert args.disable_radix_cache == (not flag)
-
-
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"]
 
 
@@ -134,9 +102,8 @@ def test_a_tree_that_keeps_nothing_is_refused():
     """The engine has one for a multimodal model of the Transformers backend."""
     engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
     engines.disable = True
-    runner: Any = SimpleNamespace(token_to_kv_pool=None)
     with pytest.raises(ValueError, match=f"{FLAG} needs the radix cache, .* Transformers backend"):
-        kv_cache_builder.build(cache_support.DECODE, engines, runner, lambda: 0)
+        kv_cache_builder.build(StateKind, engines, None)
 
 
 @pytest.mark.parametrize("name", [FLAG, "--disaggregation-enable-decode-radix-cache"])

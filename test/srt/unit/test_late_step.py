@@ -24,21 +24,18 @@ ROWS = [2, 0, 3]
 COMMITTED, ALLOCATED = [3, 8, 5], [9, 10, 8]
 
 
-def batch(speculates: bool = False, windows: torch.Tensor | None = None) -> ScheduleBatch:
+def batch(speculates: bool = False) -> ScheduleBatch:
     lengths = zip(COMMITTED, ALLOCATED, strict=True)
-    states = torch.tensor([50, 51, 52, 53])
-    made = ScheduleBatch(
+    return ScheduleBatch(
         spec_algorithm=SimpleNamespace(is_none=lambda: not speculates),
         out_cache_loc=torch.tensor([30, 9, 34]),
         req_pool_indices=torch.tensor(ROWS),
-        req_to_token_pool=SimpleNamespace(req_to_token=TABLE, get_mamba_indices=lambda rows: states[rows]),
+        req_to_token_pool=SimpleNamespace(req_to_token=TABLE),
         reqs=[
             SimpleNamespace(kv_committed_len=c, kv_allocated_len=a, finished_reason=None, freed_row=row)
             for row, (c, a) in zip(ROWS, lengths, strict=True)
         ],
     )
-    made.window_cache_loc = windows
-    return made
 
 
 @pytest.mark.parametrize(
@@ -53,15 +50,8 @@ def test_pages(page_size, ended, pages):
     assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 
-def test_rows_and_states_are_those_of_the_requests_that_have_ended():
-    late = StepInFlight(batch(), [0, 2], 4)
-    assert late.rows == {2, 3} and late.states == {52, 53}
-    assert late.writes == late.states
-
-
-def test_of_a_model_with_windows_their_pages():
-    late = StepInFlight(batch(windows=torch.tensor([9, 17, 40])), [1, 2], 4)
-    assert late.windows == {4, 10} == late.writes
+def test_rows_are_those_of_the_requests_that_have_ended():
+    assert StepInFlight(batch(), [0, 2], 4).rows == {2, 3}
 
 
 def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():

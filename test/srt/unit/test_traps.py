@@ -31,15 +31,13 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import decode_radix_cache, radix_cache
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 ROWS = [*range(1, 22), 26, 27, 30, 31, 32, 33]
 
 SAMPLES = "../../../python/extras/samples/tests/test_samples.py"
+HYBRID = "../../../python/extras/hybrid/tests/test_hybrid_traps.py"
 # Rows without a test of their own here: why, and the test (file::name) that has them if there is one.
 ELSEWHERE = {
     20: "needs both ends of the wire: test_nixl_wire.py::test_an_abort_after_decode_asked_is_told",
@@ -49,6 +47,8 @@ ELSEWHERE = {
     f"{SAMPLES}::test_decode_asks_for_nothing_before_prefill_knows, "
     "../e2e/test_parallel_sampling.py::test_samples_are_as_requests_of_their_own_and_kv_comes_once",
     31: "is row 2, and what the engine's kit checks: ../e2e/test_kits.py::test_cache_hit",
+    32: f"is of states: {HYBRID}::test_trap_32_requests_wait_for_a_state_slot",
+    33: f"is of windows: {HYBRID}::test_trap_33_what_is_in_the_tree_has_no_window",
 }
 
 PAGE = 4
@@ -77,11 +77,6 @@ def serve_to_end(world: World, prompt: list[int], **options: Any) -> Req:
     world.finish(req)
     world.check()
     return req
-
-
-def fill(world: World, *prompts: list[int]) -> None:
-    for prompt in prompts:
-        serve_to_end(world, prompt, max_new=1)
 
 
 def snapshot(world: World) -> list[tuple]:
@@ -244,20 +239,6 @@ def heard(status: TransferStatus, agent: str, kv: bool = False, aux: bool = Fals
         status.aux_from.add(agent)
     if state:
         status.state_from.add(agent)
-
-
-@pytest.mark.parametrize("prefix_len", [0, 8, 16])
-def test_trap_05_a_full_hit_brings_the_state(prefix_len):
-    """A full hit of a model with state never completed. On the wire: test_state_wire.py."""
-    prefill = Prefill(16, prefix_len)
-    pool = SimpleNamespace(req_index_to_mamba_index_mapping=torch.tensor([5], dtype=torch.int32))
-    prefill.req.mamba_pool_idx, vars(pool)["req_to_token"] = torch.tensor(5), prefill.req_to_token_pool.req_to_token
-    prefill.req_to_token_pool = pool
-    # By its type the engine knows what it has to send.
-    prefill.token_to_kv_pool_allocator.get_kvcache = lambda: object.__new__(HybridLinearKVPool)
-    prefill.prefill(8)
-    assert [states for _, states in prefill.states][-1] == [5]
-    assert all(states is None for _, states in prefill.states[:-1])
 
 
 @pytest.mark.parametrize("state_pool", [True, False])
@@ -1011,82 +992,6 @@ def test_trap_27_a_promised_prefix_is_there_when_the_delta_lands(page_size):
 
 
 # ---- the list ----
-
-
-@pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])
-def test_trap_32_requests_wait_for_a_state_slot(flag):
-    """Admission ran into the allocator's assertion: rows and pages were left, state slots were not.
-
-    Here none is kept for a prefix, so each slot is free or a request's. Pages are left throughout.
-    """
-    world = World(size=256, max_reqs=8, states=2, tree_type=DecodeRadixCache if flag else ChunkCache)
-    decode_reqs = [world.arrive(tokens(i, 9), max_new=3, peer_takes_prefix=flag) for i in range(5)]
-    for decode_req in decode_reqs:
-        world.handshake(decode_req)
-    retracted = False
-    for _ in range(20):
-        world.step()
-        assert len(world.transfer.queue) + len(world.running) <= 2
-        for decode_req in list(world.transfer.queue):
-            world.complete(decode_req)
-        world.step()
-        if len(world.running) == 2 and not retracted:
-            # It gives its slot back, and waits for one like others.
-            retracted = True
-            world.retract(world.running[-1])
-            assert world.pool.mamba_pool.available_size() == 1
-        world.decode()
-    assert retracted and [len(dr.req.output_ids) for dr in decode_reqs] == [3] * 5
-    assert world.pool.mamba_pool.available_size() == 2
-    if flag:
-        world.check()
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
-def test_trap_33_what_is_in_the_tree_has_no_window(page_size):
-    """Of a prefix whose windows were freed, these counted as evictable: more was available than the pool has.
-
-    Here both pools add up at every step of a conversation far beyond the window, and at rest all windows are free.
-    """
-    world = World(size=256, page_size=page_size, windows=(12, 64))
-    history = tokens(1, 9)
-    for turn in range(6):
-        req = serve(world, history, max_new=20).req
-        # What the last turn left, as far as the window.
-        left = (len(history) - 7) // page_size * page_size if turn else 0
-        assert req.decode_prefix_len == min(left, world.window_start(len(history)))
-        while req in world.running:
-            world.decode()
-            world.check()
-        assert world.tree.windows.available_size() == 64
-        assert world.tree.pool.available_size() + world.tree.evictable_size() == 256
-        history = history + req.output_ids + tokens(turn + 2, 6)
-    while world.tree.evict_shortfall(5):
-        world.check()
-        assert world.tree.windows.available_size() == 64
-    assert world.tree.pool.available_size() == 256
-
-
-@pytest.mark.parametrize("page_size", [1, PAGE])
-def test_trap_33_a_lock_is_given_back_along_the_path_on_which_it_was_taken(page_size):
-    """A lock that was released without its window's end went below zero towards the root.
-
-    Here there is one kind of lock, and it reaches from where the window begins to the root.
-    """
-    world, prompt = World(size=256, page_size=page_size, windows=(12, 64)), tokens(1, 60)
-    serve_to_end(world, prompt)
-    # Windows that begin in the middle of what is there, and behind it; so nodes are split under locks.
-    reqs = [serve(world, prompt[:end] + tokens(end, 20), max_new=9).req for end in (60, 33, 48)]
-    reqs.append(serve(world, prompt[:40], max_new=9).req)
-    for req in reqs:
-        start = world.window_start(len(req.origin_input_ids))
-        assert req.cache_protected_len == start == req.swa_evicted_seqlen
-    for end, req in zip(("finish", "retract", "finish", "retract"), reqs, strict=True):
-        getattr(world, end)(req)
-        world.check()
-        assert all(node.lock_ref >= 0 for node in world._nodes())
-    world.queue.retracted_queue.clear()
-    assert world.tree.locks_taken == world.tree.locks_released and world.tree.protected_size() == 0
 
 
 def test_a_second_live_request_of_one_room_is_refused():

@@ -732,7 +732,10 @@ def options(**given: Any) -> Any:
             r"--hicache-storage-backend hf3fs \(file, mooncake are",
         ),
         (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        (cache_support.LINEAR, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        *(
+            (kind, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm")
+            for kind in cache_support.kinds_with("linear attention")
+        ),
     ],
 )
 def test_what_is_not_verified_with_it_is_refused(kind, given, says):

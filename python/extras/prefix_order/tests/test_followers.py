@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation import admission_step, decode_admission, prefix_admission, prefix_policy, prefix_schedule
 from sglang.srt.disaggregation.decode_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import Candidate, Standing, Transfers, WaitLimit, admission_order
-from test_decode_windows import world_of
 from test_traps import serve, serve_to_end, tokens
 
 CLOCKS = decode_admission, prefix_policy, prefix_schedule, prefix_admission
@@ -438,31 +437,6 @@ def test_followers_are_not_hidden_by_those_who_follow_nobody(others: int):
     world.pool.free_slots.extend(rows)
     world.step()
     assert follower.wire.asked
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_followers_have_windows_of_their_own(page_size):
-    """They wait for what the leader's commit will share, which is not all that it brings."""
-    world, shared = world_of(page_size), tokens(1, 44)
-    leader = world.arrive(shared)
-    followers = [world.arrive(shared), world.arrive(shared + tokens(2, 30))]
-    for decode_req in (leader, *followers):
-        world.handshake(decode_req)
-    world.step()
-    assert leader.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in followers)
-    end = world.window_start(44)
-    assert [follower.entry.coming for follower in followers] == [end, end]
-    world.complete(leader)
-    world.step()
-    assert [follower.req.decode_prefix_len for follower in followers] == [end, end]
-    world.check()
-    for follower in followers:
-        world.complete(follower)
-    world.step()
-    world.check()
-    for req in (leader.req, *(follower.req for follower in followers)):
-        world.finish(req)
-        world.check()
 
 
 def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():

@@ -9,7 +9,8 @@ from sglang.srt.disaggregation.common import drafts
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
 from sglang.srt.mem_cache import cache_support
 from test_every_state import Bench, bench, kind, look, timed  # noqa: F401
-from test_flag import DECODE, FLAG, parse, parse_hybrid  # noqa: F401
+from test_flag import DECODE, FLAG, parse  # noqa: F401
+from test_hybrid_options import parse_hybrid  # noqa: F401
 from test_prefill_answers import ask
 
 from sglang_pd_radix.tools.cluster import free_ports
@@ -46,10 +47,10 @@ def test_a_draft_in_a_hybrid_model(parse_hybrid):  # noqa: F811
         assert not args.disable_radix_cache and args.speculative_algorithm == "EAGLE"
     with pytest.raises(ValueError, match="MTP"):
         parse_hybrid(*options, "EAGLE3")
-    cache_support.check(cache_support.LINEAR, args)
+    cache_support.check(cache_support.kinds_with("linear attention")[0], args)
     args.speculative_draft_model_path = "other"
     with pytest.raises(ValueError, match=r"linear attention .*\(other\).*without the flag"):
-        cache_support.check(cache_support.LINEAR, args)
+        cache_support.check(cache_support.kinds_with("linear attention")[0], args)
     args.speculative_draft_model_path = None
     args.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["JetNemotronForCausalLM"]))
     with pytest.raises(ValueError, match=r"MTP.*Qwen3NextForCausalLM, Qwen3_5"):

@@ -123,10 +123,10 @@ class Admission:
     def _has_freed(self, blocked: Blocked) -> bool:
         """Whether there is more memory than when ``blocked`` was asked, in the same state otherwise.
 
-        Who runs grows meanwhile, and lacks at most as much less as there is less memory. Windows are not asked for.
+        Who runs grows meanwhile, and lacks at most as much less as there is less memory. Another pool is not asked.
         """
         free = blocked.free
-        return free is None or self._tree.windows is not None or self._accounts.free(()).kv > free.kv
+        return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv
 
     def admit(
         self,

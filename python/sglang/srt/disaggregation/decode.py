@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.decode_handshakes import (
 from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
 from sglang.srt.disaggregation.decode_resume import Resumption, joins
-from sglang.srt.disaggregation.decode_rows import KeptRows, KeptStates
+from sglang.srt.disaggregation.decode_rows import KeptRows
 from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
 from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
@@ -54,7 +54,6 @@ __all__ = [
     "DecodeReqToTokenPool",
     "DecodeRequest",
     "DecodeTransferQueue",
-    "HybridMambaDecodeReqToTokenPool",
     "SchedulerDisaggregationDecodeMixin",
 ]
 
@@ -74,8 +73,7 @@ class DecodeRequest(engine.DecodeRequest):
     phase: Phase = field(default=Phase.HANDSHAKE, init=False)
     # What the schedule policy knows of it, from when it is first asked; see `Schedule.entry_of`.
     entry: QueueEntry | None = None
-    # What prefill is asked for: pages, and what the engine calls the state, if the model has any: a slot of it, or the
-    # pages of a window.
+    # What prefill is asked for: pages, and what the engine calls the state, if the model has any, see `StateKind`.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
     # What it counts on in a tier (`Tier.lock`), until it is committed or has given its pages back.
@@ -184,10 +182,6 @@ class DecodeReqToTokenPool(KeptRows, engine.DecodeReqToTokenPool):
     """Rows of requests, of which some can be kept out of others' hands."""
 
 
-class HybridMambaDecodeReqToTokenPool(KeptStates, engine.HybridMambaDecodeReqToTokenPool):
-    """Rows and state slots of the requests of a hybrid model, each counted."""
-
-
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
 
@@ -206,9 +200,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _init_radix(self, tree: DecodeRadixCache) -> None:
         self.has_radix, self.radix, self.tier = True, tree, tree.tier
         self.tier.know_live(self.live, lambda live: self.accounts.ahead(live))
-        if tree.windows is not None:
-            # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
-            self.max_total_num_tokens = tree.pool_size
         # A question does not hold up the scheduler here. When to ask again and to give up is the manager's to say.
         self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
@@ -223,7 +214,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 "between its nodes. Start all of them with the same options and SGLANG_PD_RADIX_EXTRAS."
             )
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
-        self.memory = RequestMemory(tree, rows, lambda: self.scheduler.running_batch.free_behind_windows())
+        self.memory = RequestMemory(tree, rows)
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
         self.schedule = self.schedule_type(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
         events = events_of(self.scheduler.server_args)

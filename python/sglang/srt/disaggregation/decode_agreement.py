@@ -134,7 +134,7 @@ def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
 class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
-    queued, retracted: lengths of the queues. memory: KV, windows, evictable, rows, and figures of host memory, if
+    queued, retracted: lengths of the queues. memory: KV, beside, evictable, rows, and figures of host memory, if
     there is any. buffers: for metadata. order: of the candidates, and what else it goes by.
     """
 
@@ -146,9 +146,9 @@ class RankState(NamedTuple):
 
     def figures(self, rooms: int) -> list[int]:
         """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
-        available, windows, evictable, rows, *host = self.memory
+        available, beside, evictable, rows, *host = self.memory
         order = zlib.crc32(f"{self.order};{rows};{self.buffers};{host}".encode())
-        return [self.queued, rooms, available, windows, evictable, self.retracted, order]
+        return [self.queued, rooms, available, beside, evictable, self.retracted, order]
 
 
 class Ranks:

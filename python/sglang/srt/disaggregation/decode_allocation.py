@@ -5,7 +5,7 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,9 @@ class RequestMemory:
     What raises in it ends the worker: the plan was to fit, and other TP ranks go on as if this one had the memory.
     """
 
-    def __init__(self, tree: DecodeRadixCache, rows: Any, free_behind_windows: Callable[[], None]):
-        """rows: the pool of requests' rows. free_behind_windows: frees of windows what no step attends to again."""
-        self._tree, self._rows, self._free_behind_windows = tree, rows, free_behind_windows
+    def __init__(self, tree: DecodeRadixCache, rows: Any):
+        """rows: the pool of requests' rows."""
+        self._tree, self._rows = tree, rows
 
     @property
     def rows(self) -> Any:
@@ -37,12 +37,11 @@ class RequestMemory:
         return self._rows
 
     def figures(self) -> list[int]:
-        """Figures of this rank's memory by which it decides: KV, windows, evictable, rows, and those of host memory."""
+        """Figures of this rank's memory by which it decides: KV, beside, evictable, rows, and those of host memory."""
         tree = self._tree
-        windows = 0 if tree.windows is None else tree.windows.available_size()
         return [
             tree.pool.available_size(),
-            windows,
+            tree.state.available(),
             tree.evictable_size(),
             self._rows.available_size(),
             *tree.tier.figures(),
@@ -59,8 +58,7 @@ class RequestMemory:
         delta = tree.alloc_delta(plan.delta)
         if delta is None or rows.alloc([req]) is None:
             raise RuntimeError(f"{req.rid}: admitted beyond what the pool has")
-        if tree.windows is not None:
-            self._take_window(req, num_tokens, plan, delta)
+        tree.state.take(req, num_tokens, plan, delta)
         rows.write((req.req_pool_idx, slice(0, num_tokens)), torch.cat([*parts, delta])[:num_tokens])
         # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
         # it neither reads slots at an offset nor counts the prefix as prefill's hit.
@@ -69,13 +67,3 @@ class RequestMemory:
         if req.kv_generation is None:
             req.kv_generation = tree.generation
         req.kv_allocated_len = req.kv_committed_len = num_tokens
-
-    def _take_window(self, req: Req, num_tokens: int, plan: AdmissionPlan, delta: torch.Tensor) -> None:
-        """Give the end of ``delta`` slots of the window pool. The prefix ends where the window begins, or before."""
-        windows = self._tree.windows
-        assert windows is not None
-        if plan.window.now > windows.available_size():
-            self._free_behind_windows()
-        start = windows.rule.start(num_tokens)
-        windows.take(delta[start - plan.found.length :], num_tokens - start)
-        req.swa_evicted_seqlen = start

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.mem_cache.decode_windows import NO_WINDOW, WindowNeed
 from sglang.srt.mem_cache.prefix_reader import tokens_above
+from sglang.srt.mem_cache.state_kind import NO_NEED, NOTHING_KEPT, Kept, Need
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -32,28 +32,27 @@ __all__ = [
     "LiveReqs",
     "Memory",
     "Uses",
-    "WindowsKept",
     "live_reqs",
     "uses_of",
 ]
 
 
 class Memory(NamedTuple):
-    """Tokens of KV; and of windows, where layers with a sliding window have a pool of their own."""
+    """Tokens of KV; and of the pool beside it, where there is one, see `StateKind`."""
 
     kv: int
-    windows: int = 0
+    beside: int = 0
 
     def plus(self, other: Memory) -> Memory:
-        return Memory(self.kv + other.kv, self.windows + other.windows)
+        return Memory(self.kv + other.kv, self.beside + other.beside)
 
     def covers(self, need: Memory, *kept: Memory) -> bool:
         """Whether this is enough for ``need`` and all that is kept for others."""
-        kv, windows = self
+        kv, beside = self
         for other in kept:
             kv -= other.kv
-            windows -= other.windows
-        return kv >= need.kv and windows >= need.windows
+            beside -= other.beside
+        return kv >= need.kv and beside >= need.beside
 
 
 class AdmissionPlan(NamedTuple):
@@ -61,20 +60,20 @@ class AdmissionPlan(NamedTuple):
 
     found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
     locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
-    and the reserved decode steps. at_length: the same for all that the request may come to. window: the same three of
-    windows.
+    and the reserved decode steps. at_length: the same for all that the request may come to. beside: the same three of
+    the pool beside KV.
     """
 
     found: PrefixPeek
     delta: int
     soon: int
     at_length: int
-    window: WindowNeed = NO_WINDOW
+    beside: Need = NO_NEED
 
     @property
     def needed(self) -> Memory:
         """What must be there, free or evictable, for the near future."""
-        return Memory(self.soon + self.found.evictable, self.window.soon)
+        return Memory(self.soon + self.found.evictable, self.beside.soon)
 
 
 class Uses(NamedTuple):
@@ -138,32 +137,6 @@ def lacked(uses: Uses) -> int:
     return max([most - held for held, most in zip(uses.held, uses.at_length, strict=True)], default=0)
 
 
-class WindowsKept(NamedTuple):
-    """What admission must leave alone of windows, in sums to which an admission adds its own.
-
-    growth: what live requests will take in the near future. lacks: what the neediest needs to its end, beyond what it
-    has if it does not run yet: one that runs can have what all that run hold. resumes: for those that wait to come
-    back.
-    """
-
-    growth: int = 0
-    lacks: int = 0
-    resumes: int = 0
-
-    def plus(self, need: WindowNeed) -> WindowsKept:
-        """With one more request on its way to decode."""
-        return self._replace(
-            growth=self.growth + need.soon - need.now, lacks=max(self.lacks, need.at_length - need.now)
-        )
-
-    def tokens(self, retractable: int) -> int:
-        """retractable: what retracting all that run brings."""
-        return max(self.growth, self.lacks - retractable) + self.resumes
-
-
-NO_WINDOWS_KEPT = WindowsKept()
-
-
 class Running(NamedTuple):
     """What the requests that decode have and lack.
 
@@ -213,9 +186,8 @@ class Budget:
     coming: int = 0
     ahead: int = 0
     retracted: int = 0
-    # What a retraction brings, and what must be left, of windows.
-    windows_retractable: int = 0
-    windows: WindowsKept = NO_WINDOWS_KEPT
+    # What must be left of the pool beside KV.
+    beside: Kept = NOTHING_KEPT
 
     @cached_property
     def running(self) -> Running:
@@ -254,9 +226,7 @@ class Budget:
             locked = self._locked_with(plan)
             beside = max(beside, self._lacks(locked), coming - self._retractable(locked))
         kv = plan.delta + plan.found.evictable + beside + self.retracted
-        window = plan.window
-        retractable = self.windows_retractable
-        return Memory(kv, max(window.soon, window.at_length - retractable) + self.windows.tokens(retractable))
+        return Memory(kv, self.beside.with_need(plan.beside))
 
     def covers(self, plan: AdmissionPlan, promised: Memory) -> bool:
         """Whether a request can be admitted. promised: to others, which come before it when a transfer has ended.
@@ -271,9 +241,9 @@ class Budget:
         self.locked = self._locked_with(plan)
         self.coming = max(self.coming, plan.at_length - plan.delta)
         self.ahead += ahead
-        self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.windows - plan.window.now)
+        self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.beside - plan.beside.now)
         self.available -= plan.delta
-        self.windows = self.windows.plus(plan.window)
+        self.beside = self.beside.plus(plan.beside)
 
 
 class LiveReqs(NamedTuple):
@@ -329,25 +299,19 @@ class Accounts:
             delta=pages(num_tokens, page) * page - prefix_len,
             soon=pages(num_tokens + min(left, self.reserved), page) * page - prefix_len,
             at_length=self.lengths.at_end(num_tokens, left) - prefix_len,
-            window=self._window_need(req, num_tokens),
+            beside=self._tree.state.need(req, num_tokens, self.reserved),
         )
 
     def kept_for(self, req: Req, held: int) -> Memory:
         """What ``req`` needs soon when the tree holds so many tokens of its prompt; see `plan`."""
         num_tokens = len(req.origin_input_ids)
         soon = pages(num_tokens + min(_tokens_left(req), self.reserved), self._page) * self._page
-        return Memory(max(0, soon - held), self._window_need(req, num_tokens).soon)
+        return Memory(max(0, soon - held), self._tree.state.need(req, num_tokens, self.reserved).soon)
 
     def free(self, running: Iterable[Req]) -> Memory:
-        """What is free or evictable.
-
-        Of windows also what lies behind those of ``running`` requests; the engine frees that from time to time.
-        """
-        kv, windows = self._tree.pool.available_size() + self._tree.evictable_size(), self._tree.windows
-        if windows is None:
-            return Memory(kv)
-        behind = sum(windows.behind(req) for req in running)
-        return Memory(kv, windows.available_size() + behind)
+        """What is free or evictable, and beside KV what ``running`` requests can let go of."""
+        tree = self._tree
+        return Memory(tree.pool.available_size() + tree.evictable_size(), tree.state.available(running))
 
     def ahead(self, live: LiveReqs) -> int:
         """Tokens that are reserved for the next steps of all live requests."""
@@ -374,39 +338,12 @@ class Accounts:
         )
         if live.retracted:
             budget.retracted = sum(req.seqlen + self.reserved for req in live.retracted)
-        if tree.windows is not None:
-            rule = tree.windows.rule
-            budget.windows_retractable = sum(rule.held(req.kv_allocated_len) for req in running)
-            budget.windows = self._windows_kept(live)
+        budget.beside = tree.state.kept(live, self.reserved)
         return budget
 
     def kept_for_resume(self, live: LiveReqs) -> Memory:
         """What a retracted request that comes back must leave alone."""
-        return Memory(self.ahead(live), 0 if self._tree.windows is None else self._windows_kept(live).growth)
-
-    def _windows_kept(self, live: LiveReqs) -> WindowsKept:
-        """Takes a look at each live request, so it is asked for once in a step."""
-        running = [self._window_need(req, req.kv_allocated_len) for req in live.running]
-        # One can be on its way in two lists at once.
-        coming = {id(req): req for req in live.coming}.values()
-        resumes = sum(self._window_need(req, req.seqlen - 1).soon for req in live.retracted)
-        kept = WindowsKept(
-            sum(need.soon - need.now for need in running), max((need.at_length for need in running), default=0), resumes
-        )
-        for req in coming:
-            kept = kept.plus(self._window_need(req, req.kv_allocated_len))
-        return kept
-
-    def _window_need(self, req: Req, num_tokens: int) -> WindowNeed:
-        """What ``req`` takes of the window pool with KV of ``num_tokens`` tokens, up to that of its last token.
-
-        Nobody reads that one, but an overlapped step has its slot before the result that ends the answer is known.
-        """
-        windows = self._tree.windows
-        if windows is None:
-            return NO_WINDOW
-        at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
-        return windows.rule.need(num_tokens, max(0, at_length - num_tokens), self.reserved)
+        return Memory(self.ahead(live), self._tree.state.kept(live, self.reserved).growth)
 
 
 def _tokens_left(req: Req) -> int:

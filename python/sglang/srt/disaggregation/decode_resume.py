@@ -122,14 +122,14 @@ class Resumption:
             return resumed, failed
         self._held, self._held_for = None, 0
         kept = self._accounts.kept_for_resume(live)
-        # A look at each that runs: from here on a resume takes its window of it.
-        windows = self._accounts.free(live.running).windows
+        # A look at each that runs: from here on a resume takes what it needs of it.
+        beside = self._accounts.free(live.running).beside
         limits = [limit(live) for limit in self._hooks.limit]
         joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.tier.nodes_in_use)
         for req in retracted:
             if self._memory.rows.available_size() <= 0:
                 break
-            free = Memory(self._accounts.free(()).kv, windows)
+            free = Memory(self._accounts.free(()).kv, beside)
             budget = None if joins(req) else waiting
             if self._is_blocked(req, free, kept, budget, version):
                 break
@@ -151,8 +151,8 @@ class Resumption:
             self._memory.give(req, token_ids, plan)
             req.is_retracted = False
             req.restore_kv_cache(self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
-            kept = kept.plus(Memory(self._accounts.reserved, plan.window.soon - plan.window.now))
-            windows -= plan.window.now
+            kept = kept.plus(Memory(self._accounts.reserved, plan.beside.soon - plan.beside.now))
+            beside -= plan.beside.now
             waiting.add(req, plan)
             resumed.append(req)
         for held in self._hooks.held:

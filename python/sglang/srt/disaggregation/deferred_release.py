@@ -101,14 +101,14 @@ def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
 
 
 class _Delta(NamedTuple):
-    """Slots of a request beyond its prefix, int64, whole pages; and those of the window pool, 0 where there is none."""
+    """Slots of a request beyond its prefix, int64, whole pages; and what it has beside them, see `StateKind.held`."""
 
     slots: torch.Tensor
-    windows: torch.Tensor | None
+    beside: Any
 
 
 def flush_around(reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]) -> bool:
-    """Flush the pools of a worker that has no other requests; ``reqs`` keep row, state, delta and its window.
+    """Flush the pools of a worker that has no other requests; ``reqs`` keep row, delta and what is beside it.
 
     rows: the pool of these. flush: clears tree and pools; what it returns is returned, and if False nothing changes.
     """
@@ -124,7 +124,7 @@ def _delta(req: Req, rows: Any, tree: DecodeRadixCache) -> _Delta:
     page = tree.page_size
     end = pages(req.kv_allocated_len, page) * page
     slots = rows.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
-    return _Delta(slots, None if tree.windows is None else tree.windows.of(slots))
+    return _Delta(slots, tree.state.held(slots))
 
 
 def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
@@ -137,9 +137,7 @@ def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
     rows.reserve(req)
     rows.req_to_token[req.req_pool_idx, :length] = slots
     reserve(tree.pool, slots)
-    if tree.windows is not None and delta.windows is not None:
-        tree.windows.reserve(slots, delta.windows[:length])
-        req.swa_evicted_seqlen -= req.cache_protected_len
+    tree.state.reserve(req, slots, delta.beside)
     req.kv_allocated_len = req.kv_committed_len = length
     req.last_node, req.cache_protected_len = tree.root_node, 0
     tree.inc_lock_ref(req.last_node)

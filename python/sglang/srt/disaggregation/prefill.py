@@ -19,11 +19,9 @@ from sglang.srt.disaggregation.common.delta_sender import names_prefix
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.lost_requests import LostReqs, maybe_lost
 from sglang.srt.disaggregation.refusal import AT_FAULT
-from sglang.srt.disaggregation.utils import kv_to_page_indices, prepare_abort
+from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_windows import Windows
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -252,18 +250,8 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             super().send_kv_chunk(req, last_chunk, end_idx)
             return
         self.disagg_metadata_buffers.set_buf(req)
-        req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), self._state_of(req))
+        req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), self.state_of(req))
 
-    def _state_of(self, req: Req) -> list[int] | None:
-        """What the engine sends beside KV with any last chunk: slot of a state, pages of a window, None for others."""
-        table = self.req_to_token_pool
-        if req.mamba_pool_idx is not None:
-            return [int(table.req_index_to_mamba_index_mapping[req.req_pool_idx])]
-        allocator = self.token_to_kv_pool_allocator
-        if not isinstance(allocator.get_kvcache(), SWAKVPool):
-            return None
-        # Decode workers of this package lack the window of every prompt and do not come here.
-        window, end = Windows(self.sliding_window_size, allocator.page_size), len(req.fill_ids)
-        slots = table.req_to_token[req.req_pool_idx, window.start(end) : end]
-        own = allocator.translate_loc_from_full_to_swa(slots)
-        return kv_to_page_indices(own.cpu().numpy(), allocator.page_size).tolist()
+    def state_of(self, req: Req) -> list[int] | None:
+        """What the engine sends beside KV with any last chunk, if a model has it; see `CommonKVManager.unfit`."""
+        return None

@@ -89,27 +89,17 @@ class PrefillDeltas:
                 decode_req.lose(e)
 
     def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
-        """On the device, the first slots of pages: of the delta; of the window, or the state slot; what extras name."""
-        req, page, windows = decode_req.req, self._tree.page_size, self._tree.windows
-        table, end = self._rows.req_to_token[req.req_pool_idx], len(req.origin_input_ids)
-        states = table[:0]
-        if req.mamba_pool_idx is not None:
-            # However much of the prompt decode holds: no state of a prefix is kept.
-            states = req.mamba_pool_idx.reshape(1)
-        elif windows is not None:
-            states = windows.of(table[req.swa_evicted_seqlen : end : page])
-        return [table[req.held_len : end : page], states, *(targets(decode_req) for targets in self._hooks.targets)]
+        """On the device: first slots of the delta's pages; what the state's indices are made of; what extras name."""
+        req, tree = decode_req.req, self._tree
+        table = self._rows.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
+        states = tree.state.targets(req, table)
+        return [table[req.held_len :: tree.page_size], states, *(of(decode_req) for of in self._hooks.targets)]
 
     def _ask_or_defer(
         self, decode_req: DecodeRequest, delta: np.ndarray, states: np.ndarray, more: list[np.ndarray], fence: Fence
     ) -> None:
         """delta, states, more: as `_targets`, on the host."""
-        page = self._tree.page_size
-        pages, indices = (delta // page).astype(np.int32), None
-        if decode_req.req.mamba_pool_idx is not None:
-            indices = states.tolist()
-        elif self._tree.windows is not None:
-            indices = (states // page).tolist()
+        pages, indices = (delta // self._tree.page_size).astype(np.int32), self._tree.state.indices(states)
         decode_req.name_target(pages, indices)
         waits = [named(decode_req, slots, fence) for named, slots in zip(self._hooks.named, more, strict=True)]
         if fence.guards(pages, indices) or any(waits):

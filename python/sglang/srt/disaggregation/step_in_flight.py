@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -41,26 +40,8 @@ class StepInFlight:
 
     @cached_property
     def states(self) -> set[int]:
-        """The state slots of a hybrid model that it may still write to for them; their rows are nobody else's yet."""
-        pool = self.batch.req_to_token_pool
-        return set(self._of_ended(pool.get_mamba_indices(self.batch.req_pool_indices)).tolist())
-
-    @cached_property
-    def windows(self) -> set[int]:
-        """The pages of a pool for sliding windows that it may still write to for them."""
-        # As they were when it was launched: what the table says of them now is that they are free.
-        slots = self._of_ended(self.batch.window_cache_loc) // self.page_size
-        return set(slots.tolist())
-
-    def _of_ended(self, of_all: torch.Tensor) -> np.ndarray:
-        """Of one figure of each request of the batch, those of the ended."""
-        # Copied to the host as a whole: on a device, indices would first be copied there.
-        return of_all.cpu().numpy()[self.ended]
-
-    @property
-    def writes(self) -> set[int]:
-        """Of what the engine calls the state: `windows` or `states`, whichever the model has."""
-        return self.states if self.batch.window_cache_loc is None else self.windows
+        """What it may still write to for them of what the engine calls the state, by `StateKind.indices`."""
+        return self.batch.states_written(self.ended, self.page_size)
 
 
 def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
@@ -93,7 +74,7 @@ class Fence(NamedTuple):
         """Whether the step may still write to what a prefill is about to be asked to write."""
         if self.step is None:
             return False
-        if state_indices is not None and not self.step.writes.isdisjoint(state_indices):
+        if state_indices is not None and not self.step.states.isdisjoint(state_indices):
             return True
         return bool(np.isin(page_indices, self.step.pages).any())
 

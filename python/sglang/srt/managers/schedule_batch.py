@@ -71,10 +71,6 @@ class Req(engine.Req):
     freed_row: int | None = None
     # The tree's generation when this request's KV was computed; None before admission.
     kv_generation: int | None = None
-    # The state of a retracted request of a hybrid model, in host memory.
-    state_cpu: list[torch.Tensor] | None = None
-    # And its window, where layers with one have a pool of their own.
-    window_cpu: list | None = None
 
     def __init__(self, rid, origin_input_text, origin_input_ids, sampling_params, *args, extra_key=None, **kwargs):
         """Adds the ``extra_key`` of the message, which the engine's scheduler drops; see `keep_extra_key`."""
@@ -103,48 +99,18 @@ class Req(engine.Req):
         super().reset_for_retract()
         self.cache_protected_len = 0
 
-    def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds what the engine loses: the state that layers without KV have of it.
-
-        With the decode tree, of layers with a sliding window the window only; the engine saves a slot for each token,
-        in a form of which the part that the tree still holds could not be left out.
-        """
-        windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
-        if windows is not None:
-            table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
-            self.kv_cache_cpu, self.window_cpu = windows.save(table)
-            return
-        super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
-        if self.mamba_pool_idx is not None:
-            self.state_cpu = req_to_token_pool.mamba_pool.get_cpu_copy(self.mamba_pool_idx)
-
-    def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds the state."""
-        super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
-        self._load_state(req_to_token_pool)
-
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
-        """Load the state and the offloaded KV of the tokens from ``start`` on; the tree holds those before it."""
+        """Load the offloaded KV of the tokens from ``start`` on; the tree holds those before it."""
         end = self.seqlen - 1
-        windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
-        loader, pool = token_to_kv_pool_allocator, token_to_kv_pool_allocator.get_kvcache()
-        if windows is not None:
-            windows.load(self.window_cpu, req_to_token_pool.req_to_token[self.req_pool_idx, :end])
-            self.window_cpu, loader, pool = None, pool.full_kv_pool, pool.full_kv_pool
         if start < end:
             table = req_to_token_pool.req_to_token[self.req_pool_idx, start:end]
-            load_saved(loader, pool, self.kv_cache_cpu, table, start)
+            pool = token_to_kv_pool_allocator.get_kvcache()
+            load_saved(token_to_kv_pool_allocator, pool, self.kv_cache_cpu, table, start)
         del self.kv_cache_cpu
-        self._load_state(req_to_token_pool)
-
-    def _load_state(self, req_to_token_pool) -> None:
-        if self.state_cpu is not None:
-            req_to_token_pool.mamba_pool.load_cpu_copy(self.state_cpu, self.mamba_pool_idx)
-            self.state_cpu = None
 
     def forget_saved_kv(self) -> None:
         """It does not come back."""
-        self.kv_cache_cpu = self.state_cpu = self.window_cpu = None
+        self.kv_cache_cpu: Any = None
 
 
 class ScheduleBatch(engine.ScheduleBatch):
@@ -153,20 +119,11 @@ class ScheduleBatch(engine.ScheduleBatch):
     # Whether its requests have been given the slots that an extend writes; and which such step it is, from 1 on.
     has_slots: bool = False
     prompt_step: int = 0
-    # Of a step of a model with sliding windows, the slots of the window pool that it writes to, as it was launched.
-    window_cache_loc: torch.Tensor | None = None
-
-    def prepare_for_decode(self) -> None:
-        """Remembers where the step writes: of requests that end before it does, the table forgets it."""
-        super().prepare_for_decode()
-        windows = getattr(self.tree_cache, "windows", None)
-        self.window_cache_loc = None if windows is None else windows.of(self.out_cache_loc)
 
     def copy(self) -> ScheduleBatch:
         """Keeps what the processing of the result needs."""
         batch = super().copy()
-        batch.window_cache_loc, batch.has_slots = self.window_cache_loc, self.has_slots
-        batch.prompt_step = self.prompt_step
+        batch.has_slots, batch.prompt_step = self.has_slots, self.prompt_step
         return batch
 
     def slots_written(self, at: list[int]) -> np.ndarray:
@@ -174,25 +131,17 @@ class ScheduleBatch(engine.ScheduleBatch):
         # Copied to the host as a whole: on a device, indices would first be copied there.
         return self.out_cache_loc.cpu().numpy()[at]
 
-    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
-        """What lies behind windows is freed before a request is retracted; the engine does so now and then.
+    def states_written(self, at: list[int], page_size: int) -> set[int]:
+        """The same of what these have beside KV, see `StateKind.indices`."""
+        return set()
 
-        What is being copied to host memory is let go, too. With the decode tree only.
-        """
+    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
+        """What is being copied to host memory is let go before a request is retracted. With the decode tree only."""
         enough = super().check_decode_mem(selected_indices)
         tier = getattr(self.tree_cache, "tier", None)
         if not enough and tier is not None and tier.release_device():
             enough = super().check_decode_mem(selected_indices)
-        if enough or getattr(self.tree_cache, "windows", None) is None:
-            return enough
-        self.free_behind_windows()
-        return super().check_decode_mem(selected_indices)
-
-    def free_behind_windows(self) -> None:
-        """Free the slots of the window pool that no step, the one in flight included, attends to again."""
-        for req in self.reqs:
-            if not req.finished() and req.req_pool_idx is not None:
-                self._evict_swa(req, req.seqlen - 1)
+        return enough
 
     def prepare_for_prebuilt(self) -> None:
         """With the decode tree, leaves prompts out, which the engine flattens and copies: no step runs this batch."""

@@ -13,8 +13,9 @@ from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
 from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
-from sglang.srt.mem_cache import kv_cache_builder
+from sglang.srt.mem_cache import cache_support, kv_cache_builder, state_kind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.state_kind import StateKind
 
 __all__ = ["Scheduler"]
 
@@ -33,13 +34,15 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         if not self.takes_decode_tree():
             super().init_cache_with_memory_pool()
             return
-        runner = self.tp_worker.model_runner
-        kind = kv_cache_builder.kind_of(runner)
-        kv_cache_builder.prepare(kind, args, lambda: self.tp_worker.get_memory_pool()[0])
+        kind = state_kind.kind_of(self.tp_worker.model_runner)
+        if kind is not StateKind:
+            cache_support.check(kind.support, args)
+            # The engine is to build its tree for KV alone.
+            self.tp_worker.get_memory_pool()[0].kv_alone = True
         # Of the tree that the engine would build: what an extra keeps of this one elsewhere is its own.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
-        self.tree_cache = kv_cache_builder.build(kind, self.tree_cache, runner, lambda: self.sliding_window_size)
+        self.tree_cache = kv_cache_builder.build(kind, self.tree_cache, self)
 
     def takes_decode_tree(self) -> bool:
         """Whether it does. An extra may say no, and put a tree of its own there."""
@@ -96,11 +99,8 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         return super().update_running_batch(batch)
 
     def is_final(self, batch) -> bool:
-        """Whether a step in flight cannot be taken back.
-
-        A state that has taken its tokens in cannot let them go. A prompt that was computed here has none before them.
-        """
-        return batch.has_slots or hasattr(self.req_to_token_pool, "mamba_pool")
+        """Whether a step in flight cannot be taken back: a prompt that was computed here has no tokens before it."""
+        return batch.has_slots
 
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute is not idle."""

@@ -21,13 +21,12 @@ __all__ = [
     "DECODE",
     "FLAG",
     "KINDS",
-    "LINEAR",
-    "WINDOWS",
     "CacheKind",
     "add",
     "check",
     "check_not_turned_off",
     "check_tree",
+    "kinds_with",
     "markdown",
     "replace",
     "several",
@@ -115,31 +114,13 @@ DECODE = CacheKind(
     ),
 )
 
-LINEAR = CacheKind(
-    "the same, linear attention of the kind of Qwen3-Next (GDN) in some layers",
-    "DecodeRadixCache",
-    (),
-)
-
-WINDOWS = CacheKind(
-    "the same, sliding windows in some layers",
-    "WindowRadixCache",
-    (
-        Refused(
-            f"{FLAG} is not verified for a model with sliding windows together with {{name}}. Leave that out, "
-            "start with --disable-hybrid-swa-memory, which keeps the KV of all layers for all tokens, or start "
-            "this decode worker without the flag.",
-            (
-                SPECULATION,
-                _switch("--enable-dp-attention"),
-                _switch("--enable-hierarchical-cache"),
-            ),
-        ),
-    ),
-)
-
 #: All there are, in the order of the documentation.
-KINDS = [DECODE, LINEAR, WINDOWS]
+KINDS = [DECODE]
+
+
+def kinds_with(layers: str) -> list[CacheKind]:
+    """Those for models with such layers; none where no extra has them. Extras that do come before who asks."""
+    return [kind for kind in KINDS if f"{layers} " in kind.workers]
 
 
 def add(kind: CacheKind, *rules: Rule) -> None:

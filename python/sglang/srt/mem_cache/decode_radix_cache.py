@@ -17,11 +17,11 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.state_kind import NO_STATE, StateKind
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 __all__ = ["DecodeRadixCache", "NodeWatches", "add_layer", "insert_below", "is_warmup", "path_to", "reserve"]
 
@@ -146,8 +146,8 @@ class DecodeRadixCache(RadixCache):
     # What reads it, and makes its keys, and what it tells of changes; an extra may put another in their place.
     reader_type = PrefixReader
     watches_type = NodeWatches
-    # The other pool of a model with sliding windows.
-    windows: WindowSlots | None = None
+    # What its requests have beside KV.
+    state: StateKind = NO_STATE
     # Where its KV is kept beside its pool.
     tier: Tier = NO_TIER
     # Steps over prompts, by number: which is to write what enters the tree now (0: it is there), and which are over.
@@ -158,11 +158,11 @@ class DecodeRadixCache(RadixCache):
         return super().__new__(_layered(cls))  # type: ignore[arg-type]
 
     @classmethod
-    def take_over(cls, cache: RadixCache, sliding_window_size: int | None = None) -> DecodeRadixCache:
+    def take_over(cls, cache: RadixCache, **more: Any) -> DecodeRadixCache:
         """The decode cache for the pools of ``cache``, which must still be empty.
 
         The metrics collector moves along, since a second one would register the same metrics twice.
-        sliding_window_size: of a model with a pool for it.
+        more: of the engine's parameters.
         """
         new = cls(
             CacheInitParams(
@@ -174,9 +174,11 @@ class DecodeRadixCache(RadixCache):
                 eviction_policy=cache.eviction_policy,
                 disable_finished_insert=cache.disable_finished_insert,
                 enable_kv_cache_events=cache.enable_kv_cache_events,
-                sliding_window_size=sliding_window_size,
+                **more,
             )
         )
+        if isinstance(cache, DecodeRadixCache):
+            new.state = cache.state
         if hasattr(cache, "metrics_collector"):
             new.metrics_collector = cache.metrics_collector
         return new
@@ -346,7 +348,7 @@ class DecodeRadixCache(RadixCache):
         return len(leaf.value)
 
     def no_longer_wanted(self, node: TreeNode) -> None:
-        """A request does not wait for ``node`` any more."""
+        """See `NodeWatches`."""
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Tells of the split."""

@@ -10,14 +10,15 @@ import dataclasses
 
 from sglang.srt import server_args as engine
 from sglang.srt.mem_cache import cache_support
-from sglang.srt.mem_cache.cache_support import FLAG, WINDOWS, Rule
+from sglang.srt.mem_cache.cache_support import FLAG, Rule
 
 __all__ = ["ServerArgs"]
 
 OPTION = "--disaggregation-decode-verify-pages"
-cache_support.add(
-    WINDOWS, Rule(f"{OPTION}, whose digests leave windows out", lambda args: args.disaggregation_decode_verify_pages)
-)
+for kind in cache_support.kinds_with("sliding windows"):
+    cache_support.add(
+        kind, Rule(f"{OPTION}, whose digests leave windows out", lambda args: args.disaggregation_decode_verify_pages)
+    )
 
 
 @dataclasses.dataclass

@@ -129,14 +129,29 @@ class CommonKVManager(engine.CommonKVManager):
         """Whether this worker's model has states beside its KV."""
         return bool(self.kv_args.state_data_ptrs)
 
+    def unfit(self, name: str) -> str | None:
+        """Why this prefill rank cannot write to the decode rank of this name, which has a radix cache; None if it can.
+
+        Where decode holds the whole prompt an extra knows what to write beside KV.
+        """
+        return "this prefill keeps more than KV, and runs without the extra hybrid" if self.has_state else None
+
     def _resolve_rank_mapping(self, info) -> None:
-        """Adds, with a radix cache, that a prefill of another TP size cannot be used where that would cut states."""
+        """Adds, with a radix cache, that a prefill of another TP size cannot be used where what is sent is not cut."""
         if self.has_radix:
             check_sizes(info)
             if info.attn_tp_size != self.attn_tp_size:
-                uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
-                check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.has_state, uneven)
+                check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.not_cut())
         super()._resolve_rank_mapping(info)
+
+    def not_cut(self) -> str | None:
+        """What cannot be cut of what this worker's model keeps.
+
+        KV buffers that differ in size: the engine cuts all as it cuts the first, and a draft model's may have other
+        heads.
+        """
+        uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
+        return "KV buffers of different sizes" if uneven else None
 
     def why_unreached(self, addr: str, since: float) -> str | None:
         """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer."""

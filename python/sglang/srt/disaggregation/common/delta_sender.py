@@ -225,9 +225,6 @@ class DeltaSender(Base):
             prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
             due_at = math.inf
             if named:
-                if manager.pp_size > 1 and manager.kv_args.state_type == "swa":
-                    # The engine numbers the layers of both pools from 0 on each stage, and writes them over each other.
-                    raise ValueError("pipeline stages with sliding windows are not supported; start prefill without")
                 # No word that decode has given it up has been missed until then, and decode keeps pages for so long.
                 due_at = min(info.heard_until for info in state.asked.values()) + manager.transfer_timeout
         except ValueError as e:

@@ -1,5 +1,5 @@
 """What decode asks of a prefill's bootstrap server before it can shake hands, asked in threads: a scheduler waits for
-no peer. And what prefill finds wrong with the memory that decode registers with it.
+no peer.
 
 Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 """
@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.disaggregation.common.peer_liveness import is_address
@@ -169,41 +169,6 @@ def check_sizes(info: Any) -> None:
     for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"):
         if getattr(info, name) < 1:
             raise ValueError(f"it says that its {name} is {getattr(info, name)}")
-
-
-def unlike_states(manager: Any, name: str) -> str | None:
-    """Why a prefill rank cannot write its states, or windows, to the decode rank of this name; None if it can.
-
-    manager: of the prefill rank. Also None where decode does not say how large they are, as without this package over
-    NIXL. The engine finds a slot of decode's by its number and prefill's size: with another size it is that of another
-    request.
-    """
-    registered = manager.decode_kv_args_table.get(name)
-    ours, theirs = manager.kv_args.state_item_lens, getattr(registered, "dst_state_item_lens", [])
-    if not theirs:
-        return None
-    if getattr(registered, "dst_attn_tp_size", manager.attn_tp_size) != manager.attn_tp_size:
-        dims, their_dims = getattr(manager.kv_args, "state_dim_per_tensor", []), registered.dst_state_dim_per_tensor
-        if dims and their_dims:
-            # Of a slice, in which the engine cuts them.
-            ours, theirs = _per_slice(ours, dims), _per_slice(theirs, their_dims)
-    # A pipeline stage has some of the layers.
-    if list(ours) == theirs if len(ours) == len(theirs) else set(ours) <= set(theirs):
-        return None
-    return (
-        f"decode's states or windows have slots of {_sizes(theirs)} bytes and prefill's of {_sizes(ours)}. Give both "
-        "the same model, --kv-cache-dtype and types of states (--mamba-ssm-dtype, SGLANG_MAMBA_SSM_DTYPE, "
-        "SGLANG_MAMBA_CONV_DTYPE)"
-    )
-
-
-def _per_slice(sizes: Sequence[int], dims: Sequence[int]) -> list[int]:
-    # Dimensions of what is not sent, for speculation, come behind.
-    return [size // dim for size, dim in zip(sizes, dims, strict=False)]
-
-
-def _sizes(sizes: Iterable[int]) -> str:
-    return " and ".join(map(str, dict.fromkeys(sizes)))
 
 
 class NotConnected(Exception):

@@ -15,7 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.common.handshakes import unlike_states
 from sglang.srt.disaggregation.common.rooms import Rooms, Verdict
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Queued, Request, Unusable
 
@@ -77,6 +76,9 @@ class Worker(Protocol):
     def tell_failure(self, room: int, peers: Iterable, reason: str) -> None:
         """Tell decode ranks, each of them once, that a room has failed, when nothing is being written for it."""
 
+    def unfit(self, name: str) -> str | None:
+        """Why what the decode rank of this name asks for cannot be written to it; None if it can."""
+
 
 class PrefillInbox(Generic[Peer]):
     """Takes decode's messages."""
@@ -109,7 +111,7 @@ class PrefillInbox(Generic[Peer]):
         unfit = None if known else f"{word} {message.name!r} has not registered its memory"
         # A decode worker without the flag understands no refusal, and a dummy rank is sent nothing.
         if known and info.names_prefix and not message.is_dummy:
-            unfit = unlike_states(self._worker, message.name)
+            unfit = self._worker.unfit(message.name)
         verdict, reason = books.rooms.on_request(message, asked, unfit, self._backend.in_the_way(room))
         if verdict in (Verdict.TAKEN, Verdict.READY):
             books.asked.setdefault(room, {})[message.name] = info

@@ -105,15 +105,9 @@ def check_cp_ranks(theirs: Capabilities) -> None:
         )
 
 
-def check_tp_sizes(theirs: int, ours: int, has_state: bool, uneven: bool) -> None:
-    """Raise ValueError where a prefill of another TP size cannot be used, since what would have to be cut cannot be.
-
-    NIXL has no message for a part of a state. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
-    convolution has its queries, keys and values one after the other, each cut by TP. uneven: whether KV buffers differ
-    in size; the engine cuts all as it cuts the first, and a draft model's may have other heads.
-    """
-    if has_state or uneven:
-        what = "states" if has_state else "KV buffers of different sizes"
+def check_tp_sizes(theirs: int, ours: int, what: str | None) -> None:
+    """Raise ValueError where a prefill of another TP size cannot be used, since ``what`` would have to be cut."""
+    if what is not None:
         raise ValueError(
             f"it has TP size {theirs} and this decode worker {ours}; the {what} of this "
             "model cannot be cut. Start both with the same --tp-size."

@@ -205,7 +205,7 @@ class NixlKVManager(engine.NixlKVManager):
             raise ValueError(f"it does not start with {engine.GUARD!r}; is something else using this port?")
         message = READER.read(frames[1:])
         if isinstance(message, Registration):
-            self._add_remote_peer(wire.read_registration(engine.KVArgsRegisterInfo.from_zmq, message.frames))
+            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message.frames))
             return
         self.inbox.take(message)
 
@@ -486,7 +486,7 @@ def _header(receiver: Any) -> list[bytes]:
     return [engine.GUARD, *room_header(room, manager.local_ip, manager.rank_port, manager.agent.name)]
 
 
-class NixlKVReceiver(wire.SizedRegistration, engine.NixlKVReceiver):
+class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every end."""
 
     carries_prefix = True

@@ -29,9 +29,9 @@ class EvictingRadixCache(DecodeRadixCache):
         """Adds the order of the free list: see ``mem_cache/allocator.py``."""
         super().__init__(params)
         self.pool.long_runs_last = True
-        if self.windows is not None:
-            self.windows.pool.long_runs_last = True
-            self.windows.alloc = self.windows.pool.alloc_long_runs
+        if self.state.has_pool:
+            self.state.pool.long_runs_last = True
+            self.state.alloc = self.state.pool.alloc_long_runs
         # Tokens to keep free, whole pages.
         self.watermark = int(watermark_part() * self.pool_size) // self.page_size * self.page_size
 

@@ -35,8 +35,7 @@ def make_local_prefills(queue: Any) -> LocalHooks | None:
     if policy is None:
         return None
     rows = scheduler.req_to_token_pool
-    state = "states" if hasattr(rows, "mamba_pool") else "windows" if tree.windows is not None else None
-    reason = needs_prefill(state)
+    reason = needs_prefill(tree.state.word)
     if reason is not None:
         # With auto, which nobody need have asked for, that is all that is said.
         level = logging.INFO if policy.paced else logging.WARNING

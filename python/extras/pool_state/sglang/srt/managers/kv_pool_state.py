@@ -68,11 +68,6 @@ class Pools:
                 state["audit"] = self.audit()
             if host := tree.tier.state():
                 state["host"] = host
-            if tree.windows is not None:
-                state |= {"window_size": tree.windows.size, "window_available": tree.windows.available_size()}
-        states = getattr(rows, "mamba_pool", None)
-        if states is not None:
-            state |= {"state_slots": states.size, "free_state_slots": states.available_size()}
         return state
 
     def audit(self) -> list[str]:
@@ -86,12 +81,7 @@ class Pools:
         faults += _not_all_free("rows", rows.free_slots, range(rows.size + getattr(rows, "pre_alloc_size", 0)))
         if self.buffers is not None:
             faults += _not_all_free("metadata buffers", self.buffers.free_slots, range(self.buffers.size))
-        return faults + self.audit_states() if hasattr(rows, "mamba_pool") else faults
-
-    def audit_states(self) -> list[str]:
-        """How the state slots contradict that no request is here."""
-        states = self.rows.mamba_pool
-        return _not_all_free("state slots", states.free_slots.tolist(), range(1, states.size + 1))
+        return faults + self.tree.state.faults()
 
 
 def _not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:

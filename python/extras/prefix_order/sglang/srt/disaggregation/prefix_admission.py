@@ -154,8 +154,8 @@ class PrefixAdmission(Admission):
     def _evictable(self, window: Sequence[DecodeRequest]) -> int:
         """Tokens that a step on several ranks may evict and go on, the same on all of them.
 
-        Nobody who waits matches these, so what the ranks have agreed on stays.
+        Nobody who waits matches these, so what ranks have agreed on stays, where an extra evicts these last.
         """
-        if not self.alike or len(window) == WINDOW:
+        if not self.alike or len(window) == WINDOW or not hasattr(self._tree, "victims"):
             return 0
         return max(0, self._tree.evictable_size() - wanted_tokens(self._policy.watches))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, Refused, Rule, replace
+from sglang.srt.mem_cache.cache_support import DECODE, FLAG, Refused, Rule, kinds_with, replace
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -62,15 +62,16 @@ replace(
         lambda args: args.enable_custom_logit_processor,
     ),
 )
-LINEAR.refused = (
-    Refused(
-        f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
-        "({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
-        "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
-        (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
-    ),
-    *LINEAR.refused,
-)
+for kind in kinds_with("linear attention"):
+    kind.refused = (
+        Refused(
+            f"{FLAG} is not verified for speculative decoding with linear attention and a draft model of its own "
+            "({args.speculative_draft_model_path}). Leave --speculative-draft-model-path out if the model has a "
+            "draft in itself (MTP), or --speculative-algorithm, or start this decode worker without the flag.",
+            (Rule("--speculative-draft-model-path of another model", _has_draft_apart),),
+        ),
+        *kind.refused,
+    )
 
 
 def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.cache_support import DECODE, FLAG, LINEAR, WINDOWS, Refused, Rule, replace, switch
+from sglang.srt.mem_cache.cache_support import DECODE, FLAG, Refused, Rule, kinds_with, replace, switch
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -35,15 +35,17 @@ replace(
     ),
     _host_tier("--hicache-write-policy write_back", lambda args: args.hicache_write_policy == "write_back"),
 )
-LINEAR.refused += (
-    Refused(
-        f"{FLAG} is not verified for a model with linear attention together with {{name}}. Leave one of them out.",
-        (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
-    ),
-)
-replace(
-    WINDOWS,
-    OPTION,
-    switch(OPTION),
-    _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
-)
+for kind in kinds_with("linear attention"):
+    kind.refused += (
+        Refused(
+            f"{FLAG} is not verified for a model with linear attention together with {{name}}. Leave one of them out.",
+            (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
+        ),
+    )
+for kind in kinds_with("sliding windows"):
+    replace(
+        kind,
+        OPTION,
+        switch(OPTION),
+        _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
+    )

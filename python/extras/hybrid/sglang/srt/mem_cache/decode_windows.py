@@ -11,23 +11,40 @@ Upstream: sgl-project/sglang#27770 (merged).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["NO_WINDOW", "WindowNeed", "Windows"]
+from sglang.srt.mem_cache.state_kind import Kept, Need
+
+__all__ = ["Windows", "WindowsKept"]
 
 
-class WindowNeed(NamedTuple):
-    """What one request takes of the window pool.
+@dataclass(frozen=True)
+class WindowsKept(Kept):
+    """What admission must leave alone of windows, in sums to which an admission adds its own.
 
-    now: for its prompt. soon: with the reserved decode steps. at_length: at most, until its last token.
+    growth: what live requests will take in the near future. lacks: what the neediest needs to its end, beyond what it
+    has if it does not run yet: one that runs can have what all that run hold. resumes: for those that wait to come
+    back. retractable: what retracting all that run brings.
     """
 
-    now: int
-    soon: int
-    at_length: int
+    growth: int = 0
+    lacks: int = 0
+    resumes: int = 0
+    retractable: int = 0
 
+    def plus(self, need: Need) -> WindowsKept:
+        return replace(
+            self, growth=self.growth + need.soon - need.now, lacks=max(self.lacks, need.at_length - need.now)
+        )
 
-NO_WINDOW = WindowNeed(0, 0, 0)
+    def with_need(self, need: Need) -> int:
+        return max(need.soon, need.at_length - self.retractable) + self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """What must be left."""
+        return max(self.growth, self.lacks - self.retractable) + self.resumes
 
 
 class Windows(NamedTuple):
@@ -56,7 +73,7 @@ class Windows(NamedTuple):
         """
         return self._whole(self.size + 1) + 2 * self.page_size
 
-    def need(self, num_tokens: int, left: int, reserved: int) -> WindowNeed:
+    def need(self, num_tokens: int, left: int, reserved: int) -> Need:
         """What a request with ``num_tokens`` tokens takes that may generate ``left`` more.
 
         reserved: decode steps for which there is to be room when it is admitted.
@@ -65,7 +82,7 @@ class Windows(NamedTuple):
         soon, at_length = (
             min(self.most, self._whole(num_tokens + more) - start) for more in (min(left, reserved), left)
         )
-        return WindowNeed(self._whole(num_tokens) - start, soon, at_length)
+        return Need(self._whole(num_tokens) - start, soon, at_length)
 
     def _whole(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) * self.page_size

@@ -15,7 +15,7 @@ import test_mooncake_wire as mooncake
 import test_nixl_wire as nixl
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common.state_sizes import unlike_states
 
 # Slots of one request on prefill and on decode.
 SLOTS = (3, 5)
@@ -216,7 +216,7 @@ def test_prefill_says_the_same_cause_when_decode_asks_before_its_request_is_ther
 def are_alike(ours: dict, theirs: dict) -> bool:
     table = {"decode": SimpleNamespace(**theirs)}
     manager = SimpleNamespace(kv_args=SimpleNamespace(**ours), attn_tp_size=1, decode_kv_args_table=table)
-    return handshakes.unlike_states(manager, "decode") is None
+    return unlike_states(manager, "decode") is None
 
 
 @pytest.mark.parametrize(
@@ -255,3 +255,11 @@ def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
         manager._resolve_rank_mapping(info)
     manager.kv_args.state_data_ptrs = []
     manager._resolve_rank_mapping(info)
+
+
+def test_a_prefill_without_this_extra_refuses_what_it_would_not_send(over_nixl, monkeypatch):
+    """On a full hit it sent no state, for which decode waited until its time was over."""
+    core = [one for one in common.CommonKVManager.__mro__ if "unfit" in vars(one)][-1]
+    monkeypatch.setattr(common.CommonKVManager, "unfit", core.unfit)
+    request = over_nixl.request(7, 24, 24).start_prefill().start_decode().ask()
+    request.assert_fails("this prefill keeps more than KV, and runs without the extra hybrid")

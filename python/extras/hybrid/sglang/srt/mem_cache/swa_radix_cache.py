@@ -20,7 +20,7 @@ class SWARadixCache(engine.SWARadixCache):
     """A tree of KV and windows, or of KV alone where the rows of its requests say so."""
 
     def __new__(cls, params: CacheInitParams, *args: Any, **kwargs: Any) -> Any:
-        """Gives the engine the tree of KV alone for pools that are marked so, see ``mem_cache/kv_cache_builder.py``."""
+        """Gives the engine the tree of KV alone for pools that are marked so, see ``managers/scheduler.py``."""
         if cls is SWARadixCache and getattr(params.req_to_token_pool, "kv_alone", False):
             return RadixCache(params)
         return super().__new__(cls)

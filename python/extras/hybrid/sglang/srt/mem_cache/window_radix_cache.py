@@ -9,27 +9,43 @@ Upstream: sgl-project/sglang#27770 (merged).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, reserve
-from sglang.srt.mem_cache.decode_windows import Windows
+from sglang.srt.mem_cache.decode_windows import Windows, WindowsKept
+from sglang.srt.mem_cache.hybrid_support import WINDOWS
+from sglang.srt.mem_cache.state_kind import Need, StateKind
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
     from sglang.srt.mem_cache.swa_memory_pool import SWATokenToKVPoolAllocator
 
 __all__ = ["WindowRadixCache", "WindowSlots"]
 
 
-class WindowSlots:
+class WindowSlots(StateKind):
     """The window pool of a worker, and which of its slots belongs to which slot of the other pool.
 
     A request has slots here from where its window begins. No slot that is free, or in the tree, has one.
     """
+
+    support, layers, word, has_pool = WINDOWS, "sliding windows", "windows", True
+    # Frees what no step attends to again. The queue of a worker, which is made later, knows its batch.
+    free_behind: Callable[[], None] = staticmethod(lambda: None)
+
+    @classmethod
+    def is_of(cls, runner: Any) -> bool:
+        return runner.is_hybrid_swa
+
+    @classmethod
+    def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
+        return WindowRadixCache.take_over(engines, sliding_window_size=scheduler.sliding_window_size)
 
     def __init__(self, allocator: SWATokenToKVPoolAllocator, rule: Windows):
         """Raises ValueError where the pool is too small for a single request."""
@@ -53,7 +69,61 @@ class WindowSlots:
     def available_size(self) -> int:
         return self.pool.available_size()
 
-    def take(self, slots: torch.Tensor, num_tokens: int) -> None:
+    # ---- of one request ----
+
+    def available(self, running: Iterable[Req] = ()) -> int:
+        """Adds what lies behind the windows of ``running`` requests; the engine frees that from time to time."""
+        return self.available_size() + sum(self.behind(req) for req in running)
+
+    def need(self, req: Req, num_tokens: int, reserved: int) -> Need:
+        """Up to the token after its last one: nobody reads that one, but an overlapped step has its slot before the
+        result that ends the answer is known."""
+        at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        return self.rule.need(num_tokens, max(0, at_length - num_tokens), reserved)
+
+    def kept(self, live: LiveReqs, reserved: int) -> WindowsKept:
+        running = [self.need(req, req.kv_allocated_len, reserved) for req in live.running]
+        # One can be on its way in two lists at once.
+        coming = {id(req): req for req in live.coming}.values()
+        kept = WindowsKept(
+            growth=sum(need.soon - need.now for need in running),
+            lacks=max((need.at_length for need in running), default=0),
+            resumes=sum(self.need(req, req.seqlen - 1, reserved).soon for req in live.retracted),
+            retractable=sum(self.rule.held(req.kv_allocated_len) for req in live.running),
+        )
+        for req in coming:
+            kept = kept.plus(self.need(req, req.kv_allocated_len, reserved))
+        return kept
+
+    def take(self, req: Req, num_tokens: int, plan: AdmissionPlan, delta: torch.Tensor) -> None:
+        """Give the end of ``delta`` slots of this pool. The prefix ends where the window begins, or before."""
+        if plan.beside.now > self.available_size():
+            self.free_behind()
+        start = self.rule.start(num_tokens)
+        self.give(delta[start - plan.found.length :], num_tokens - start)
+        req.swa_evicted_seqlen = start
+
+    def targets(self, req: Req, table: torch.Tensor) -> torch.Tensor:
+        """The first slots of its window's pages."""
+        return self.of(table[req.swa_evicted_seqlen :: self.rule.page_size])
+
+    def indices(self, targets: np.ndarray) -> list[int]:
+        return (targets // self.rule.page_size).tolist()
+
+    def held(self, slots: torch.Tensor) -> torch.Tensor:
+        return self.of(slots)
+
+    def reserve(self, req: Req, slots: torch.Tensor, held: torch.Tensor) -> None:
+        """``held``: slots here, 0 where there was none."""
+        own = held[: len(slots)]
+        used = own > 0
+        reserve(self.pool, own[used])
+        self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
+        req.swa_evicted_seqlen -= req.cache_protected_len
+
+    # ---- of slots ----
+
+    def give(self, slots: torch.Tensor, num_tokens: int) -> None:
         """Give the first ``num_tokens`` of ``slots`` (whole pages of the other pool, int64) slots of this one.
 
         What is left of the last page gets its entries when decode steps use it.
@@ -80,12 +150,6 @@ class WindowSlots:
     def load(self, window: list, table: torch.Tensor) -> None:
         """Write a window that was saved to the slots that it has now."""
         self.allocator.get_kvcache().swa_kv_pool.load_cpu_copy(window, self.of(table[self.rule.start(len(table)) :]))
-
-    def reserve(self, slots: torch.Tensor, own: torch.Tensor) -> None:
-        """Take ``own`` back out of a pool that has been cleared, for ``slots`` of the other; 0: it had none."""
-        used = own > 0
-        reserve(self.pool, own[used])
-        self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
 
     def behind(self, req: Req) -> int:
         """Tokens that a running request holds and will not attend to again, whole pages."""
@@ -130,7 +194,7 @@ class WindowRadixCache(DecodeRadixCache):
         # The engine's name for it.
         self.sliding_window_size = params.sliding_window_size
         allocator: Any = params.token_to_kv_pool_allocator
-        self.windows = WindowSlots(allocator, Windows(params.sliding_window_size, params.page_size))
+        self.state = self.windows = WindowSlots(allocator, Windows(params.sliding_window_size, params.page_size))
         super().__init__(params)
 
     @property

@@ -21,12 +21,17 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
-from sglang.srt.mem_cache.decode_windows import WindowNeed, Windows
+from sglang.srt.mem_cache.decode_windows import Windows, WindowsKept
+from sglang.srt.mem_cache.prefix_reader import NOTHING
+from sglang.srt.mem_cache.state_kind import Need
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from test_decode_budget import Use, budget
 from test_traps import PAGE, serve, serve_to_end, tokens
+
+from sglang_pd_radix.patching import loader
 
 WINDOW = 12
 
@@ -52,6 +57,28 @@ def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
         start = max(first, rule.start(position - 1))
         assert -(-(position + 1) // page) * page - start <= rule.most
         assert position < length + min(left, 8) or need.soon <= need.at_length
+
+
+def test_each_pool_has_its_budget():
+    window = Windows(12, 4).need(40, 20, reserved=4)
+    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
+    assert plan.needed == Memory(44, window.soon)
+    # What others give back when they are retracted is at hand for both.
+    assert budget(Memory(100, 100), beside=WindowsKept()).needs(plan) == Memory(60, window.at_length)
+    others = budget(Memory(100, 100), [Use(100, 0, 100)], beside=WindowsKept(retractable=100))
+    assert others.needs(plan) == Memory(44, window.soon)
+    for short in (Memory(44, window.soon - 1), Memory(43, window.soon)):
+        assert not short.covers(plan.needed)
+        others.free = short
+        assert not others.covers(plan, Memory(0))
+
+
+def test_windows_are_kept_figure_by_figure():
+    """30 at its end, of which a retraction of those that run brings 10; and what is kept for those that come back."""
+    kept, need = WindowsKept(resumes=5, retractable=10), Need(8, 12, 30)
+    assert kept.with_need(need) == 30 - 10 + 5
+    assert kept.with_need(Need(8, 25, 30)) == 25 + 5
+    assert kept.plus(need) == WindowsKept(growth=12 - 8, lacks=30 - 8, resumes=5, retractable=10)
 
 
 # ---- what is shared, and what is asked for ----
@@ -242,7 +269,7 @@ def kept_by_asking_all(world: World, admitted: list[Req]) -> int:
     """What must be left of windows, with every live request asked anew."""
     rule, reserved, live = world.tree.windows.rule, world.queue.num_reserved_decode_tokens, world.queue.live()
 
-    def need(req: Req, num_tokens: int) -> WindowNeed:
+    def need(req: Req, num_tokens: int) -> Need:
         at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
         return rule.need(num_tokens, max(0, at_length - num_tokens), reserved)
 
@@ -264,7 +291,7 @@ def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
     admission.admit_one = lambda dr, *more: admitted.append(dr.req) or admit_one(dr, *more)
 
     def checked(budget: Budget, plan: AdmissionPlan, promised: Memory) -> bool:
-        assert budget.windows.tokens(budget.windows_retractable) == kept_by_asking_all(world, admitted)
+        assert budget.beside.tokens == kept_by_asking_all(world, admitted)
         return covers(budget, plan, promised)
 
     is_blocked = Resumption._is_blocked
@@ -418,3 +445,29 @@ def test_prefill_sends_the_window_with_the_last_chunk_however_much_decode_holds(
     own = world.allocator.full_to_swa_index_mapping[slots[16:]] // PAGE
     assert sent == [((28 - prefix_len) // PAGE, own[::PAGE].tolist())]
     assert isinstance(world.allocator.get_kvcache(), SWAKVPool)
+
+
+@pytest.mark.skipif("prefix_order" not in loader.extras(), reason="nobody waits for a prefix in transfer")
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_followers_have_windows_of_their_own(page_size):
+    """They wait for what the leader's commit will share, which is not all that it brings."""
+    world, shared = world_of(page_size), tokens(1, 44)
+    leader = world.arrive(shared)
+    followers = [world.arrive(shared), world.arrive(shared + tokens(2, 30))]
+    for decode_req in (leader, *followers):
+        world.handshake(decode_req)
+    world.step()
+    assert leader.kv_receiver.asked and not any(follower.kv_receiver.asked for follower in followers)
+    end = world.window_start(44)
+    assert [follower.entry.coming for follower in followers] == [end, end]
+    world.complete(leader)
+    world.step()
+    assert [follower.req.decode_prefix_len for follower in followers] == [end, end]
+    world.check()
+    for follower in followers:
+        world.complete(follower)
+    world.step()
+    world.check()
+    for req in (leader.req, *(follower.req for follower in followers)):
+        world.finish(req)
+        world.check()

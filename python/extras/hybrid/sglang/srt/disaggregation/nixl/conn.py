@@ -1,0 +1,52 @@
+"""Decode's registration over NIXL has more behind the engine's frames: the sizes of its states, which over Mooncake the
+engine tells. docs/protocol.md has them.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.nixl import conn as engine
+
+__all__ = ["KVArgsRegisterInfo", "NixlKVReceiver"]
+
+# Frames of the engine's registration, without NIXL's guard before them.
+REGISTRATION_FRAMES = 12
+
+
+class KVArgsRegisterInfo(engine.KVArgsRegisterInfo):
+    """A decode rank's memory, with the bytes of a slot of each state; none where it does not say."""
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]) -> KVArgsRegisterInfo:
+        """Raises ValueError for what cannot be read."""
+        registered = super().from_zmq(msg)
+        sizes = np.frombuffer(b"".join(msg[REGISTRATION_FRAMES:]), dtype="<u4")
+        registered.dst_state_item_lens = sizes.tolist()
+        return registered
+
+
+class NixlKVReceiver(engine.NixlKVReceiver):
+    """A receiver that says how large its states are."""
+
+    def _register_kv_args(self) -> None:
+        """Adds the sizes of its states, with a radix cache, where its model has any."""
+        args = self.kv_mgr.kv_args
+        if not (args.state_data_ptrs and self.kv_mgr.has_radix):
+            super()._register_kv_args()
+            return
+        more = np.array(args.state_item_lens, dtype="<u4").tobytes()
+
+        def connect(peer: dict) -> tuple[Any, Any]:
+            socket, lock = self._connect_to_bootstrap_server(peer)
+            return SimpleNamespace(send_multipart=lambda frames: socket.send_multipart([*frames, more])), lock
+
+        sized = copy.copy(self)
+        sized._connect_to_bootstrap_server = connect
+        # Another overlay may have put a class of its own under this name.
+        super()._register_kv_args.__func__(sized)

@@ -1,0 +1,102 @@
+"""What a retracted request takes along beside its KV, and where steps write of that.
+
+Upstream: none is known for a retraction, nor for what a prefill writes.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers import schedule_batch as engine
+
+__all__ = ["Req", "ScheduleBatch"]
+
+
+class Req(engine.Req):
+    """A request whose state or window is saved with its KV."""
+
+    # While it is retracted, in host memory.
+    state_cpu: list[torch.Tensor] | None = None
+    window_cpu: list | None = None
+
+    def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
+        """Adds what the engine loses: the state that layers without KV have of it.
+
+        With the decode tree, of layers with a sliding window the window only; the engine saves a slot for each token,
+        in a form of which the part that the tree still holds could not be left out.
+        """
+        windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
+        if windows is not None:
+            table = req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1]
+            self.kv_cache_cpu, self.window_cpu = windows.save(table)
+            return
+        super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
+        if self.mamba_pool_idx is not None:
+            self.state_cpu = req_to_token_pool.mamba_pool.get_cpu_copy(self.mamba_pool_idx)
+
+    def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
+        """Adds the state."""
+        super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
+        self._load_state(req_to_token_pool)
+
+    def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
+        """Adds state and window."""
+        windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
+        if windows is not None:
+            windows.load(self.window_cpu, req_to_token_pool.req_to_token[self.req_pool_idx, : self.seqlen - 1])
+            self.window_cpu, token_to_kv_pool_allocator = None, token_to_kv_pool_allocator.full_attn_allocator
+        super().restore_kv_cache(req_to_token_pool, token_to_kv_pool_allocator, start)
+        self._load_state(req_to_token_pool)
+
+    def _load_state(self, req_to_token_pool) -> None:
+        if self.state_cpu is not None:
+            req_to_token_pool.mamba_pool.load_cpu_copy(self.state_cpu, self.mamba_pool_idx)
+            self.state_cpu = None
+
+    def forget_saved_kv(self) -> None:
+        """Adds both."""
+        super().forget_saved_kv()
+        self.state_cpu = self.window_cpu = None
+
+
+class ScheduleBatch(engine.ScheduleBatch):
+    """A batch of which it is known which states and windows a step writes."""
+
+    # The slots of the window pool that a step writes to, as it was launched.
+    window_cache_loc: torch.Tensor | None = None
+
+    def prepare_for_decode(self) -> None:
+        """Remembers where the step writes: of requests that end before it does, the table forgets it."""
+        super().prepare_for_decode()
+        windows = getattr(self.tree_cache, "windows", None)
+        self.window_cache_loc = None if windows is None else windows.of(self.out_cache_loc)
+
+    def copy(self) -> ScheduleBatch:
+        """Keeps that."""
+        batch = super().copy()
+        batch.window_cache_loc = self.window_cache_loc
+        return batch
+
+    def states_written(self, at: list[int], page_size: int) -> set[int]:
+        """State slots, or pages of the window pool, whichever the model has."""
+        own = self.window_cache_loc
+        if own is None:
+            # Their rows are nobody else's yet.
+            written = self.req_to_token_pool.get_mamba_indices(self.req_pool_indices)
+        else:
+            written = own // page_size
+        # Copied to the host as a whole: on a device, indices would first be copied there.
+        return set(written.cpu().numpy()[at].tolist())
+
+    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
+        """What lies behind windows is freed before a request is retracted; the engine does so now and then."""
+        enough = super().check_decode_mem(selected_indices)
+        if enough or getattr(self.tree_cache, "windows", None) is None:
+            return enough
+        self.free_behind_windows()
+        return super().check_decode_mem(selected_indices)
+
+    def free_behind_windows(self) -> None:
+        """Free the slots of the window pool that no step, the one in flight included, attends to again."""
+        for req in self.reqs:
+            if not req.finished() and req.req_pool_idx is not None:
+                self._evict_swa(req, req.seqlen - 1)

@@ -1,0 +1,35 @@
+"""What is refused with the decode tree for models with states or windows, as rows of `cache_support.py`.
+
+Upstream: none: it names what has been verified here.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.cache_support import FLAG, KINDS, SPECULATION, CacheKind, Refused, switch
+
+__all__ = ["LINEAR", "WINDOWS"]
+
+LINEAR = CacheKind(
+    "the same, linear attention of the kind of Qwen3-Next (GDN) in some layers",
+    "DecodeRadixCache",
+    (),
+)
+
+WINDOWS = CacheKind(
+    "the same, sliding windows in some layers",
+    "WindowRadixCache",
+    (
+        Refused(
+            f"{FLAG} is not verified for a model with sliding windows together with {{name}}. Leave that out, "
+            "start with --disable-hybrid-swa-memory, which keeps the KV of all layers for all tokens, or start "
+            "this decode worker without the flag.",
+            (
+                SPECULATION,
+                switch("--enable-dp-attention"),
+                switch("--enable-hierarchical-cache"),
+            ),
+        ),
+    ),
+)
+
+KINDS += LINEAR, WINDOWS

@@ -1,0 +1,55 @@
+"""Slots for the states of linear attention or Mamba layers, one for each request of a decode worker.
+
+States come from prefill with every request, however much of its prompt decode holds: none is kept for a prefix.
+
+Upstream: sgl-project/sglang#32732 (open) and #40263 (merged), which keep a tree for such models.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache.hybrid_support import LINEAR
+from sglang.srt.mem_cache.state_kind import StateKind
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+__all__ = ["StateSlots"]
+
+
+class StateSlots(StateKind):
+    """A request gets its slot with its row of the table, see ``disaggregation/decode.py``."""
+
+    support, layers, word = LINEAR, "linear attention of the kind of Qwen3-Next (GDN)", "states"
+
+    @classmethod
+    def is_of(cls, runner: Any) -> bool:
+        return runner.hybrid_gdn_config is not None
+
+    @classmethod
+    def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
+        tree = DecodeRadixCache.take_over(engines)
+        tree.state = cls(engines.req_to_token_pool)
+        return tree
+
+    def __init__(self, rows: Any):
+        """rows: the pool of requests' rows."""
+        self.rows = rows
+
+    def targets(self, req: Req, table: torch.Tensor) -> torch.Tensor:
+        return req.mamba_pool_idx.reshape(1)
+
+    def indices(self, targets: np.ndarray) -> list[int]:
+        return targets.tolist()
+
+    def faults(self) -> list[str]:
+        size, free = self.rows.mamba_pool.size, sorted(self.rows.mamba_pool.free_slots.tolist())
+        if free == list(range(1, size + 1)):
+            return []
+        different = len({*range(1, size + 1)}.intersection(free))
+        return [f"{different} different state slots are free, {len(free)} in all, and there are {size}"]
