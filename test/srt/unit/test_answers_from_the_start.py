@@ -88,7 +88,7 @@ def messages_of(tokens: int, stream: bool, interval: int | None, monkeypatch: An
     scheduler = object.__new__(Scheduler)
     scheduler.spec_algorithm, scheduler.disaggregation_mode = SpeculativeAlgorithm.NONE, DisaggregationMode.DECODE
     scheduler.dp_rank, scheduler.attn_tp_rank, scheduler.stream_interval = None, 1, 1
-    scheduler.get_load, scheduler.refused_rooms = lambda: None, ()
+    scheduler.get_load = lambda: None
     scheduler.send_to_detokenizer = SimpleNamespace(send_output=sent.append)
     monkeypatch.setattr(Scheduler, "_get_cached_tokens_details", lambda self, req: None)
     params = SamplingParams(max_new_tokens=tokens, stream_interval=interval)

@@ -7,7 +7,6 @@ from decode_world import World, queue
 from overlapped_loop import Loop
 from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_agreement import WINDOW
-from sglang.srt.disaggregation.refusal import RefusedRooms
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
@@ -61,7 +60,7 @@ def test_a_request_without_a_priority_has_the_least(host: str, lower_first: bool
     loop = Loop(size=64)
     scheduler = loop.scheduler
     scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, lower_first
-    scheduler.refused_rooms, scheduler.longest_queue_step = RefusedRooms(), 0.0
+    scheduler.longest_queue_step = 0.0
     req = Req(
         "without",
         "",

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, parse_c
 from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
-from test_requests import ENGINE, manager
+from test_refused_requests import ENGINE, manager
 
 
 @pytest.mark.parametrize("asked", ["auto", "128"])

@@ -29,7 +29,7 @@ from sglang.srt.managers.request_checks import (
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_requests import manager, request
+from test_refused_requests import manager, request
 from tokenizer_front import MODES, Manager, answers, body, run, with_adapters
 
 VOCAB = 100

@@ -13,7 +13,8 @@ import samples_front
 from fastapi import HTTPException
 from samples_front import Manager
 from sglang.srt.disaggregation import peer_calls, refusal
-from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, Unanswered, listen
+from sglang.srt.disaggregation.peer_calls import Unanswered, listen
+from sglang.srt.disaggregation.refusal import REFUSED_ROUTE
 from sglang.srt.managers import samples
 from sglang.srt.managers.samples import SAMPLE_ROUTE, sample_room
 from tokenizer_front import MODES, answers, body, run, until

@@ -14,7 +14,6 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_agreement import agreed_polls, is_alone
 from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.refusal import is_at_fault
 from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -67,16 +66,12 @@ def poll_transfers(
 
 
 def abort_transfer(decode_req: DecodeRequest) -> None:
-    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it.
-
-    Its client is answered 500; or 400, as prefill's is, where that has refused the request.
-    """
+    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
     req = decode_req.req
     reason = decode_req.failure_reason()
     message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
     logger.error(message)
-    status = HTTPStatus.BAD_REQUEST if is_at_fault(reason) else HTTPStatus.INTERNAL_SERVER_ERROR
-    prepare_abort(req, message, status_code=status)
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     decode_req.fail()
 
 

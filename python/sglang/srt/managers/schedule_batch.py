@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from sglang.srt.managers import schedule_batch as engine
 
-__all__ = ["Req", "ScheduleBatch", "alloc_for_extend", "keep_extra_key", "load_saved"]
+__all__ = ["Req", "ScheduleBatch", "keep_extra_key", "load_saved"]
 
 
 def _tail(chunks: list, start: int, size: int) -> list:
@@ -30,21 +30,6 @@ def load_saved(loader: Any, pool: Any, saved: list, table: torch.Tensor, start: 
     if start:
         saved = [_tail(layer, start, pool.cpu_offloading_chunk_size) for layer in saved]
     loader.load_cpu_copy(saved, table)
-
-
-def alloc_for_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """A batch of prompts that decode computes itself has been given its slots at admission.
-
-    Returns the slots that the step writes, int64 of ``extend_num_tokens``; the rows, int64 of one for each request; and
-    the same as a list.
-    """
-    if not batch.has_slots:
-        return engine.alloc_for_extend(batch)
-    rows = [req.req_pool_idx for req in batch.reqs]
-    table = batch.req_to_token_pool.req_to_token
-    places = zip(rows, batch.prefix_lens, batch.extend_lens, strict=True)
-    slots = torch.cat([table[row, start : start + count] for row, start, count in places])
-    return slots.to(torch.int64), torch.tensor(rows, dtype=torch.int64).to(batch.device), rows
 
 
 def keep_extra_key(message: Any) -> None:
@@ -115,16 +100,6 @@ class Req(engine.Req):
 
 class ScheduleBatch(engine.ScheduleBatch):
     """A batch of which it is known where a step writes."""
-
-    # Whether its requests have been given the slots that an extend writes; and which such step it is, from 1 on.
-    has_slots: bool = False
-    prompt_step: int = 0
-
-    def copy(self) -> ScheduleBatch:
-        """Keeps what the processing of the result needs."""
-        batch = super().copy()
-        batch.has_slots, batch.prompt_step = self.has_slots, self.prompt_step
-        return batch
 
     def slots_written(self, at: list[int]) -> np.ndarray:
         """The slots, int64, that a step, since it was launched, writes to for its requests at these places."""

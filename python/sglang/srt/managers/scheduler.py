@@ -6,21 +6,27 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); th
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.scheduler_abort_mixin import SchedulerAbortMixin
-from sglang.srt.managers.scheduler_refusal_mixin import SchedulerRefusalMixin
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import keep_extra_key
 from sglang.srt.mem_cache import cache_support, kv_cache_builder, state_kind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.state_kind import StateKind
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Scheduler"]
 
 
-class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
+class Scheduler(engine.Scheduler):
     """Gives a decode worker its tree, tells whether it rests, and flushes around quarantine.
 
     What the engine has in its mixins is overridden in their modules.
@@ -75,6 +81,59 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         }.get(self.disaggregation_mode)
         return getattr(self, name).kv_manager if name else None
 
+    # ---- requests that come, and are aborted ----
+
+    def handle_generate_request(self, recv_req) -> None:
+        """Keeps ``extra_key``, which the engine receives and then drops; an error ends this request only.
+
+        The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
+        not be shared.
+        """
+        if hasattr(self.tree_cache, "tier"):
+            keep_extra_key(recv_req)
+        try:
+            super().handle_generate_request(recv_req)
+        except Exception as e:
+            self.refuse_message(recv_req, e)
+
+    def refuse_message(self, recv_req, error: Exception) -> str:
+        """Answer the message of a request that cannot be served. On all ranks, which have been given the same."""
+        reason = f"The request cannot be served: {type(error).__name__}: {error}"
+        logger.error("Request %s", recv_req.rid, exc_info=error)
+        finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
+        self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
+        return reason
+
+    def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
+        """Adds two cases that the engine forgets.
+
+        A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
+        that has long finished them, and wait for ever.
+
+        With priorities, prefill, and decode with the flag, sort by them what waits, and one without any ends them: it
+        gets the least. Warm-ups have none.
+        """
+        decodes = isinstance(self.tree_cache, DecodeRadixCache)
+        is_retracted = is_retracted or (decodes and req.is_retracted)
+        if self.enable_priority_scheduling:
+            if decodes or self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
+                self._set_or_validate_priority(req)
+        super()._add_request_to_queue(req, is_retracted)
+
+    def abort_request(self, recv_req) -> None:
+        """One in prefill's waiting queue that is aborted fails its transfer, or decode would wait for it."""
+        rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid
+        self._abort(recv_req, lambda req: everything or req.rid.startswith(rid))
+
+    def _abort(self, recv_req: Any, matches: Callable[[Any], bool]) -> None:
+        prefill = self.disaggregation_mode == engine.DisaggregationMode.PREFILL
+        leaving = [req for req in self.waiting_queue if matches(req)] if prefill else []
+        super().abort_request(recv_req)
+        for req in leaving:
+            if isinstance(req.disagg_kv_sender, CommonKVSender):
+                req.disagg_kv_sender.abort()
+                req.disagg_kv_sender.poll()
+
     # ---- steps ----
 
     def process_batch_result(self, batch, result) -> None:
@@ -99,8 +158,8 @@ class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
         return super().update_running_batch(batch)
 
     def is_final(self, batch) -> bool:
-        """Whether a step in flight cannot be taken back: a prompt that was computed here has no tokens before it."""
-        return batch.has_slots
+        """Whether a step in flight cannot be taken back. An extra may say so."""
+        return False
 
     def is_fully_idle(self, for_health_check=False) -> bool:
         """A worker that has a prompt to compute is not idle."""

@@ -1,4 +1,4 @@
-"""Looks at the secret before anything is loaded, and has calls signed in each process.
+"""Looks at the secret before anything is loaded.
 
 Upstream: none is known.
 """
@@ -6,19 +6,8 @@ Upstream: none is known.
 from __future__ import annotations
 
 from sglang.srt import server_args as engine
-from sglang.srt.disaggregation.decode_radix import hooks
 
 __all__ = ["ServerArgs"]
-
-
-def _call_hooks() -> hooks.CallHooks:
-    # Not at the top: it needs the engine's modules, which need this one.
-    from sglang.srt.disaggregation.common.authentication import CallHooks
-
-    return CallHooks()
-
-
-hooks.register(hooks.CallHooks, _call_hooks)
 
 
 class ServerArgs(engine.ServerArgs):
@@ -28,6 +17,7 @@ class ServerArgs(engine.ServerArgs):
         """Checks the file of the secret."""
         super().check_server_args()
         if self.disaggregation_mode != "null":
+            # Not at the top: it needs the engine's modules, which need this one.
             from sglang.srt.disaggregation.common.authentication import secret
 
             secret()

@@ -1,22 +1,17 @@
 """What a patched prefill's bootstrap server answers beside the engine's questions.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on both workers. Refusals: none is
-known.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on both workers.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import requests
 from aiohttp import web
-from sglang.srt import server_args
-from sglang.srt.disaggregation import peer_calls
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.room_notes import RoomNotes
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
@@ -27,8 +22,6 @@ RANK_VERSION = "decode_prefix_version"
 _added: dict[str, Callable[[], Any]] = {}
 # Where ranks differ, which each node's environment may have them do: which decode has to go by to be right for all.
 _WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
-# Where decode asks which DP ranks have its rooms; what it adds where it understands that one has refused a room.
-RANKS_ROUTE, HEARS_REFUSALS = "/query_dp_ranks", "hears_refusals"
 
 
 def add_to_registration(name: str, own: Callable[[], Any]) -> None:
@@ -55,45 +48,6 @@ class BootstrapRequests:
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
         kwargs["json"] |= {name: said for name, own in _added.items() if (said := own()) is not None}
         return requests.put(url, **kwargs)
-
-    def post(self, url: str, **kwargs: Any) -> requests.Response:
-        """As ``requests.post``, with which the engine asks for the DP ranks of rooms, and says them."""
-        args = server_args._global_server_args
-        if url.endswith(RANKS_ROUTE) and getattr(args, "disaggregation_decode_enable_radix_cache", False):
-            kwargs["json"] = {**kwargs["json"], HEARS_REFUSALS: 1}
-        return requests.post(url, **kwargs)
-
-
-class RefusedRanks:
-    """Which DP ranks of this prefill know of rooms that were refused before a sender could say which rank has them."""
-
-    def __init__(self) -> None:
-        # Decode asks for them as soon as it has the request.
-        self._ranks: RoomNotes[int] = RoomNotes()
-
-    def note(self, rooms: Sequence[int], dp_rank: int) -> None:
-        """A process of this prefill says it (`refusal.name_rank`). Raises ValueError for what is no rank."""
-        if dp_rank < 0:
-            raise ValueError("dp_rank must be 0 or more")
-        for room in rooms:
-            self._ranks.note(room, dp_rank)
-
-    def find(self, rooms: Iterable[int]) -> dict[str, int]:
-        """The ranks of those of ``rooms`` that are known here."""
-        found = {str(room): self._ranks.of(int(room)) for room in rooms}
-        return {room: rank for room, rank in found.items() if rank is not None}
-
-    @web.middleware
-    async def add(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Add them to what the engine answers of its senders, whose ranks go before these."""
-        reply = await handler(request)
-        if request.path != RANKS_ROUTE or reply.status != 200 or not isinstance(reply, web.Response):
-            return reply
-        asked, known = await request.json(), json.loads(reply.text or "{}")
-        found = self.find(asked["bootstrap_rooms"])
-        return web.json_response({**found, **known}) if found.keys() - known.keys() else reply
 
 
 class RegisteredRanks:
@@ -178,20 +132,6 @@ def _version(said: Any) -> str:
     return "none" if said is None else str(said)
 
 
-def add_routes(app: web.Application, capabilities: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Add the routes of the decode prefix and of rooms that are spoken of."""
-    ranks = RefusedRanks()
-    app.middlewares.append(ranks.add)
-
-    async def decode_prefix(request: web.Request) -> web.Response:
-        return web.json_response(await capabilities())
-
-    peer_calls.listen(peer_calls.REFUSED_RANK_ROUTE, ranks.note)
-    app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
-    for route in peer_calls.FIELDS:
-        app.router.add_post(route, _take)
-
-
 async def capabilities(
     version: int,
     cp_size: int | None,
@@ -216,26 +156,3 @@ async def capabilities(
     if cp_size != 1:
         answer["all_cp_ranks"] = int(shared_out)
     return answer
-
-
-def unreadable(request: web.Request, error: Exception) -> web.Response:
-    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
-    reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
-    # Or aiohttp reads what is left of it, and has the same error.
-    request.content.feed_eof()
-    reply.force_close()
-    return reply
-
-
-async def _take(request: web.Request) -> web.Response:
-    try:
-        peer_calls.receive(request.path, await request.json())
-    except web.RequestPayloadError as e:
-        return unreadable(request, e)
-    except peer_calls.NotNow as e:
-        # Not 400, which a router takes for the client's error. To any decode worker this is a prefill that fails.
-        return web.Response(text=str(e), status=503)
-    except (ValueError, LookupError, RecursionError) as e:
-        # LookupError: of an unknown charset.
-        return web.Response(text=str(e), status=400)
-    return web.Response(text="OK")

@@ -19,11 +19,10 @@ from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.bootstrap_routes import (
     BootstrapRequests,
     RegisteredRanks,
-    add_routes,
     capabilities,
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
-from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender, names_prefix
+from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes, forget_heartbeats
 from sglang.srt.disaggregation.common.peer_liveness import Endpoint
@@ -31,6 +30,7 @@ from sglang.srt.disaggregation.common.peer_sockets import MOST_SOCKETS, PeerSock
 from sglang.srt.disaggregation.common.peer_watch import DecodeWatch, Unclaimed, fail_lost_prefills
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
+from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -263,18 +263,6 @@ class CommonKVManager(engine.CommonKVManager):
             self.end_room(room, reason)
         return peers
 
-    def refuse_room(self, room: int, reason: str, kept: bool = False) -> None:
-        """Answer decode's request for a room that is refused here, come or not. kept: `RefusedPairs` has it."""
-        with self.rooms.lock:
-            if not self.ends_rooms or self.rooms.holder(room) is not None:
-                return  # or it is another request's
-            # Without the flag decode understands no answer, and `RefusedPairs` gives it its one token.
-            if kept and (asked := self.transfer_infos.get(room)) and not names_prefix(asked.values()):
-                return
-            peers = self.end_failed_room(room, {}, reason)
-            self.forget(room)
-        self.tell_failure(room, peers, reason)
-
     # Whether rooms are ended here, which Mori does not. Attributes with an entry for each live room, or a set by peer.
     ends_rooms = False
     room_books: tuple[str, ...] = ENGINE_BOOKS
@@ -357,10 +345,14 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
                 setattr(cls, name, getattr(CommonKVBootstrapServer, name))
 
     def _setup_routes(self) -> None:
-        """Adds the routes of the decode prefix and of refused requests to the engine's."""
+        """Adds the route of the decode prefix to the engine's."""
         super()._setup_routes()
         self.ranks = RegisteredRanks()
-        add_routes(self.app, self._capabilities)
+
+        async def decode_prefix(request: web.Request) -> web.Response:
+            return web.json_response(await self._capabilities())
+
+        self.app.router.add_get(DECODE_PREFIX_ROUTE, decode_prefix)
 
     async def _handle_route_put(self, request: web.Request) -> web.StreamResponse:
         """Adds that it is noted what the rank that registers says of itself.

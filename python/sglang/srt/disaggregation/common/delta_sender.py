@@ -22,6 +22,8 @@ from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
 
 # Of a failure of which nobody has said why.
 NO_REASON = "no reason was recorded"
+# How the reason begins that decode is told where the request itself is at fault.
+AT_FAULT = "the request is refused: "
 # Each worker makes the tokens of a prompt itself.
 OTHER_PROMPT = (
     "the prompts of prefill and decode differ. Likely causes: a chat template with the time in it, clocks or time "

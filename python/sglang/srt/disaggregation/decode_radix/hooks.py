@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_EVENTS",
     "NO_HOOKS",
-    "CallHooks",
     "DecodeHooks",
     "DeltaSource",
     "Events",
@@ -206,17 +205,6 @@ class Events:
 
 
 NO_EVENTS = Events()
-
-
-class CallHooks:
-    """One process that calls bootstrap servers (`peer_calls`). Made with its first call."""
-
-    def signs(
-        self, method: str, path: str, body: bytes
-    ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
-        """A call is made. Returns headers for it, and what is given the URL, status, content and headers of the answer;
-        that raises for one that is not to be believed."""
-        raise NotImplementedError
 
 
 class DecodeHooks:

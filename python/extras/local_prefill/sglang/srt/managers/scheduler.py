@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from sglang.srt.disaggregation.local_steps import end_local_step
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.scheduler_abort_mixin import ABORTED
 
 __all__ = ["Scheduler"]
+
+# As the engine has it.
+ABORTED = "Aborted by AbortReq."
 
 
 class Scheduler(engine.Scheduler):
@@ -26,8 +28,12 @@ class Scheduler(engine.Scheduler):
             end_local_step(self, self._local_prefills())
         super().pause_generation(recv_req)
 
-    def _abort(self, recv_req, matches, prefill: bool) -> None:
-        super()._abort(recv_req, matches, prefill)
+    def is_final(self, batch) -> bool:
+        """A prompt that was computed here has no tokens before those of the step."""
+        return batch.has_slots or super().is_final(batch)
+
+    def _abort(self, recv_req, matches) -> None:
+        super()._abort(recv_req, matches)
         local = self._local_prefills()
         if local is None:
             return

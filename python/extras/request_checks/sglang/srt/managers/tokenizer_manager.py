@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.refused_requests import endpoint_of
 from sglang.srt.managers.request_admission import RequestAdmission
 from sglang.srt.managers.request_checks import check_labels, check_sampling, stop_tokens
 
@@ -20,7 +19,8 @@ class TokenizerManager(engine.TokenizerManager):
 
     def generate_request(self, obj, request=None):
         """Notes whether the engine has made the request of an object that FastAPI has not checked: for Vertex AI."""
-        if isinstance(obj, GenerateReqInput) and endpoint_of(request) == "vertex_generate":
+        endpoint = (getattr(request, "scope", None) or {}).get("endpoint")
+        if isinstance(obj, GenerateReqInput) and getattr(endpoint, "__name__", "") == "vertex_generate":
             obj.untyped = True
         return super().generate_request(obj, request)
 
@@ -46,7 +46,8 @@ class TokenizerManager(engine.TokenizerManager):
             self.mm_processor,
             self.tokenizer is not None,
             lambda: self.max_req_input_len,
-            self._check_room,
+            # Of the extra failure_reports, if that is there.
+            getattr(self, "_check_room", lambda room: None),
         )
 
     def _validate_one_request(self, obj, input_ids) -> None:

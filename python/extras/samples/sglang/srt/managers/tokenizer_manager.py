@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
+from typing import Any
 
 from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.dropped_rooms import ComputedReq
@@ -16,12 +17,18 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import samples
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.refused_requests import endpoint_of, reason_of
+from sglang.srt.managers.refused_requests import reason_of
 
 __all__ = ["TokenizerManager"]
 
 # Endpoints whose streams have status 200 before anything is known, and tell of no error but ValueError.
 OWN_STREAMS = ("generate_request", "vertex_generate")
+
+
+def endpoint_of(request: Any) -> str:
+    """What the engine calls the endpoint that an HTTP request came to; empty of any other request."""
+    scope = getattr(request, "scope", None) or {}
+    return getattr(scope.get("endpoint"), "__name__", "")
 
 
 class TokenizerManager(engine.TokenizerManager):

@@ -21,15 +21,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import requests
 from aiohttp import web
-from sglang.srt.disaggregation.common.bootstrap_routes import BootstrapRequests, unreadable
 from sglang.srt.disaggregation.common.prefill_peers import NotTrusted
 from sglang.srt.disaggregation.decode_radix import hooks
+from sglang.srt.disaggregation.peer_calls import CallHooks, unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class SignedCall:
             ) from None
 
 
-class CallHooks(hooks.CallHooks):
+class SigningHooks(CallHooks):
     """Signs what workers tell each other over HTTP, where there is a secret."""
 
     def signs(
@@ -207,6 +207,9 @@ class CallHooks(hooks.CallHooks):
         """A header, and a check of the answer."""
         call = SignedCall(method, path, body)
         return call.headers, call.check
+
+
+hooks.register(CallHooks, SigningHooks)
 
 
 class _Signed(requests.auth.AuthBase):
@@ -223,24 +226,15 @@ class _Signed(requests.auth.AuthBase):
         return request
 
 
-def _auth() -> dict[str, Any]:
-    return {} if secret() is None else {"auth": _Signed()}
+class SignedRequests:
+    """Signs questions to bootstrap servers where there is a secret. unsigned: what they would be put with."""
 
+    def __init__(self, unsigned: Any):
+        self._unsigned = unsigned
 
-class SignedRequests(BootstrapRequests):
-    """Signs questions to bootstrap servers where there is a secret."""
-
-    def get(self, url: str, **kwargs: Any) -> requests.Response:
-        """As ``requests.get``."""
-        return requests.get(url, **kwargs, **_auth())
-
-    def put(self, url: str, **kwargs: Any) -> requests.Response:
-        """As ``requests.put``."""
-        return super().put(url, **kwargs, **_auth())
-
-    def post(self, url: str, **kwargs: Any) -> requests.Response:
-        """As ``requests.post``."""
-        return super().post(url, **kwargs, **_auth())
+    def __getattr__(self, name: str) -> Any:
+        ask = getattr(self._unsigned, name)
+        return ask if secret() is None or name not in ("get", "put", "post") else partial(ask, auth=_Signed())
 
 
 def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:

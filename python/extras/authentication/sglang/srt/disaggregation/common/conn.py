@@ -17,7 +17,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "requests"]
 
-requests = SignedRequests()
+requests = SignedRequests(engine.requests)
 
 
 def _signing(socket, endpoint: str):

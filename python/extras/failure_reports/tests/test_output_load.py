@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import types
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from prefill_loop import PrefillLoop
-from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.radix_cache import RadixCache
-
-
-def told_by(loop: PrefillLoop) -> list[Any]:
-    """The messages that the one rank of a prefill will send to its detokenizer, of which the engine makes them."""
-    (scheduler,) = loop.schedulers
-    messages: list[Any] = []
-    scheduler.dp_rank, scheduler.stream_interval = None, 1
-    scheduler.server_args.dp_size = 2
-    scheduler.send_to_detokenizer = SimpleNamespace(send_output=lambda message, *_: messages.append(message))
-    scheduler.stream_output = types.MethodType(Scheduler.stream_output, scheduler)
-    assert isinstance(scheduler.tree_cache, RadixCache)
-    return messages
+from test_prefill_answered import told_by
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -47,26 +29,6 @@ def test_a_prefill_tells_all_that_it_loses_in_one_step_at_once(monkeypatch, over
     assert sorted(message.rids) == [f"request-{room}" for room in rooms]
     assert all(isinstance(req.finished_reason, FINISH_ABORT) for req in reqs)
     assert all("decode is gone" in reason["message"] for reason in message.finished_reasons)
-    loop.schedulers[0].assert_nothing_held()
-
-
-def test_a_prefill_tells_nothing_of_what_fails_while_it_is_sent(monkeypatch):
-    """Its clients were answered when their prompts had been computed. Decode reports the failure."""
-    loop = PrefillLoop(monkeypatch, 1, False)
-    messages, rooms = told_by(loop), [*range(7001, 7005)]
-    loop.wire.wire.held = True
-    reqs = [loop.arrive(12, room)[0] for room in rooms]
-    loop.run(8)
-    assert len(loop.schedulers[0].disagg_prefill_inflight_queue) == len(rooms)
-    assert sorted(rid for message in messages for rid in message.rids) == [req.rid for req in reqs]
-    messages.clear()
-    for req in reqs:
-        req.disagg_kv_sender.fail("NIXL reports an error of the transfer")
-    for transfer in loop.wire.wire.transfers:
-        transfer.finish()
-    loop.run(4)
-    assert not any(message.rids for message in messages)
-    assert all(req.disagg_kv_sender.poll() == KVPoll.Failed for req in reqs)
     loop.schedulers[0].assert_nothing_held()
 
 

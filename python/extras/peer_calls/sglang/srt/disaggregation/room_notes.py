@@ -9,7 +9,9 @@ import time
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RoomNotes", "is_room", "remember"]
+from sglang.srt.disaggregation.common.rooms import remember
+
+__all__ = ["RoomNotes", "is_room"]
 
 # Rooms of which something is remembered, in each book; and seconds for which it is, of one that the other worker
 # computes or knows of a rank for, whose request may be on its way.
@@ -21,15 +23,6 @@ Note = TypeVar("Note")
 def is_room(room: Any) -> bool:
     """Whether ``room`` may be a request's. Room 0 is nobody's: it is that of health checks."""
     return isinstance(room, int) and not isinstance(room, bool) and 0 < room < 2**63
-
-
-def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
-    """Put an entry into a book of at most ``most``, as its newest. The oldest is forgotten first."""
-    book.pop(key, None)
-    book[key] = value
-    while len(book) > most:
-        # The first key of a dict is found by a walk over all that were deleted before it.
-        book.popitem(last=False)
 
 
 class RoomNotes(Generic[Note]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import test_nixl_wire as nixl_wire
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.peer_sockets import Loss
@@ -137,32 +136,6 @@ def test_a_decode_that_is_gone_is_lost_once(loop: PrefillLoop, monkeypatch: pyte
     assert_ends(loop, 4, "is gone: it refuses connections")
 
 
-def test_what_a_decode_that_is_gone_has_asked_for_is_forgotten(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch):
-    """Also of requests that have not come here, and may never; those of others stay."""
-    loop.arrive(100, ROOM)
-    for room in (OTHER, OTHER + 1):
-        loop.wire.request(room, 100).start_decode().ask()
-    manager = loop.wire.prefill[0].manager
-    nixl_wire.until(lambda: {OTHER, OTHER + 1} <= {*manager.transfer_infos}, "decode has asked")
-    watch, gone = manager.decode_watch, manager._askers(OTHER)
-    watch.check()
-    assert {ROOM, OTHER, OTHER + 1} <= {*manager.transfer_infos}
-    manager.peer_sockets.reached |= gone
-    monkeypatch.setattr(manager.peer_sockets, "lost", lambda: dict.fromkeys(gone, Loss(0.0, True)))
-    watch.check()
-    # It is here, and ends with its poll.
-    assert {*manager.transfer_infos} == {ROOM}
-    assert not {OTHER, OTHER + 1} & {*manager.request_status}
-    for scheduler in loop.schedulers[1:]:
-        scheduler.disagg_prefill_bootstrap_queue.kv_manager.decode_watch._unclaimed.drop([OTHER], "decode is gone")
-    # One that comes all the same is told at once.
-    loop.arrive(100, OTHER, asked=False)
-    loop.run(6)
-    for scheduler in loop.schedulers:
-        reasons = [req.finished_reason.message for req, _ in scheduler.told if req.bootstrap_room == OTHER]
-        assert len(reasons) == 1 and "gone" in reasons[0]
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_what_waits_for_its_turn_is_not_computed_at_all(loop: PrefillLoop, late: bool):
     """late: decode stands still, or is slow to give it up itself."""
@@ -258,15 +231,6 @@ def test_what_fails_on_one_rank_alone_ends_when_decode_has_heard_of_it(loop: Pre
     loop.run(12)
     for scheduler in loop.schedulers:
         assert assert_told(scheduler) == (2 if loop.ranks.size == 1 else 4)
-        scheduler.assert_nothing_held()
-
-
-def test_what_is_not_lost_is_computed_and_sent(loop: PrefillLoop):
-    loop.arrive(100, ROOM)
-    loop.run(12)
-    for scheduler in loop.schedulers:
-        assert sum(sum(step.values()) for step in scheduler.steps) == 100
-        assert [type(req.finished_reason).__name__ for req, _ in scheduler.told] == ["FINISH_LENGTH"]
         scheduler.assert_nothing_held()
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from fastapi import HTTPException
 from sglang.srt.disaggregation import refusal
-from sglang.srt.disaggregation.peer_calls import MOST_CHARACTERS, REFUSED_ROUTE, NotNow, listen
+from sglang.srt.disaggregation.peer_calls import MOST_CHARACTERS, NotNow, listen
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import AbortReq
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RefusedRequests", "endpoint_of", "reason_of"]
+__all__ = ["RefusedRequests", "reason_of"]
 
 # The engine's tokenizer manager comes behind.
 Base: Any = object
@@ -31,12 +31,6 @@ def reason_of(error: Exception) -> str:
     """What an error says, for another worker; an image that could not be read may be all of the message."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
     return str(said or repr(error))[:MOST_CHARACTERS]
-
-
-def endpoint_of(request: Any) -> str:
-    """What the engine calls the endpoint that an HTTP request came to; empty of any other request."""
-    scope = getattr(request, "scope", None) or {}
-    return getattr(scope.get("endpoint"), "__name__", "")
 
 
 class RefusedRequests(Base):
@@ -49,7 +43,7 @@ class RefusedRequests(Base):
         # The states of each request that is being served, by its identity.
         self.own_states: dict[int, dict[str, Any]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            listen(REFUSED_ROUTE, partial(self._on_loop, self._refuse_rooms))
+            listen(refusal.REFUSED_ROUTE, partial(self._on_loop, self._refuse_rooms))
 
     async def generate_request(self, obj, request=None):
         """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""

@@ -8,19 +8,26 @@ Upstream: none is known by which a worker tells its peer; sgl-project/sglang#303
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sglang.srt.disaggregation.peer_calls import MOST_CHARACTERS, REFUSED_RANK_ROUTE, REFUSED_ROUTE, tell
+from aiohttp import web
+from sglang.srt.disaggregation.common.delta_sender import AT_FAULT
+from sglang.srt.disaggregation.peer_calls import MOST_CHARACTERS, add_route, tell
 from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.utils.network import NetworkAddress
 
 __all__ = [
+    "RANKS_ROUTE",
+    "REFUSED_RANK_ROUTE",
+    "REFUSED_ROUTE",
+    "RefusedRanks",
     "RefusedReq",
     "RefusedRooms",
     "blames_request",
@@ -33,14 +40,19 @@ __all__ = [
     "words_for_decode",
 ]
 
+# On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
+REFUSED_ROUTE, REFUSED_RANK_ROUTE = "/refused_room", "/refused_dp_rank"
+add_route(REFUSED_ROUTE, reason=str)
+add_route(REFUSED_RANK_ROUTE, dp_rank=int)
+# Where decode asks which DP ranks have its rooms.
+RANKS_ROUTE = "/query_dp_ranks"
 # Seconds for which a refusal is remembered, for a request that comes after it. The router sends to both workers at
 # once; who uses a room anew later means another request.
 REMEMBERED_S = 10.0
 # Rooms of a refused request that the other worker is told of.
 MOST_ROOMS = 256 + 4096
 
-# How the reason begins that prefill notifies decode of where the request itself is at fault; and how decode takes it.
-AT_FAULT = "the request is refused: "
+# How decode takes the reason of a request that is itself at fault.
 _TOLD_AT_FAULT = f"prefill reported: {AT_FAULT}"
 # What the engine says where another prefill, or this one a little later, may serve the request.
 _PASSES = (
@@ -77,6 +89,38 @@ class RefusedRooms(RoomNotes[str]):
     def reason(self, room: int | None) -> str | None:
         """Why, or None if it was not refused of late."""
         return self.of(room)
+
+
+class RefusedRanks:
+    """Which DP ranks of this prefill know of rooms that were refused before a sender could say which rank has them."""
+
+    def __init__(self) -> None:
+        # Decode asks for them as soon as it has the request.
+        self._ranks: RoomNotes[int] = RoomNotes()
+
+    def note(self, rooms: Sequence[int], dp_rank: int) -> None:
+        """A process of this prefill says it (`name_rank`). Raises ValueError for what is no rank."""
+        if dp_rank < 0:
+            raise ValueError("dp_rank must be 0 or more")
+        for room in rooms:
+            self._ranks.note(room, dp_rank)
+
+    def find(self, rooms: Iterable[int]) -> dict[str, int]:
+        """The ranks of those of ``rooms`` that are known here."""
+        found = {str(room): self._ranks.of(int(room)) for room in rooms}
+        return {room: rank for room, rank in found.items() if rank is not None}
+
+    @web.middleware
+    async def add(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Add them to what the engine answers of its senders, whose ranks go before these."""
+        reply = await handler(request)
+        if request.path != RANKS_ROUTE or reply.status != 200 or not isinstance(reply, web.Response):
+            return reply
+        asked, known = await request.json(), json.loads(reply.text or "{}")
+        found = self.find(asked["bootstrap_rooms"])
+        return web.json_response({**found, **known}) if found.keys() - known.keys() else reply
 
 
 def blames_request(why: Exception | str) -> bool:

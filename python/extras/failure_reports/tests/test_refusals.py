@@ -60,7 +60,7 @@ def several_tokenizers(tmp_path_factory):
 
 def test_the_scheduler_of_several_tokenizers_hears_what_decode_refuses(several_tokenizers):
     addr, scheduler = several_tokenizers
-    peer_calls.tell(addr, peer_calls.REFUSED_ROUTE, [5, 6], reason="rid in use").result(20)
+    peer_calls.tell(addr, refusal.REFUSED_ROUTE, [5, 6], reason="rid in use").result(20)
     for room in (5, 6):
         assert scheduler.recv_pyobj() == refusal.RefusedReq(room, "rid in use", by_decode=True)
 

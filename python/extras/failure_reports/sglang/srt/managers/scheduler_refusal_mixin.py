@@ -1,11 +1,10 @@
-"""Requests that cannot be served: they end with their reason, on both workers of a pair, and end nothing else.
+"""Requests that cannot be served: they end with their reason, on both workers of a pair.
 
 Upstream: none is known by which a worker tells its peer; sgl-project/sglang#30325 (open) ends prefill's own side.
 """
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -21,12 +20,9 @@ from sglang.srt.disaggregation.refusal import (
 )
 from sglang.srt.disaggregation.refused_pairs import AskedReqs, RefusedPairs
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, keep_extra_key
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.utils import TypeBasedDispatcher
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["SchedulerRefusalMixin"]
 
@@ -86,42 +82,20 @@ class SchedulerRefusalMixin(Base):
         own = [one for one in control if isinstance(one, (LostReqs, AskedReqs))]
         return own + work, [one for one in control if not isinstance(one, (LostReqs, AskedReqs))]
 
-    def handle_generate_request(self, recv_req) -> None:
-        """Keeps ``extra_key``, which the engine receives and then drops; an error ends this request only.
-
-        The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
-        not be shared.
-        """
-        if hasattr(self.tree_cache, "tier"):
-            keep_extra_key(recv_req)
-        try:
-            super().handle_generate_request(recv_req)
-        except Exception as e:
-            self.refuse_message(recv_req, e)
-
-    def refuse_message(self, recv_req, error: Exception) -> None:
-        """Answer the message of a request that cannot be served. On all ranks, which have been given the same."""
-        reason = f"The request cannot be served: {type(error).__name__}: {error}"
-        logger.error("Request %s", recv_req.rid, exc_info=error)
-        finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
-        self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
+    def refuse_message(self, recv_req, error: Exception) -> str:
+        """Adds that the other worker is told."""
+        reason = super().refuse_message(recv_req, error)
         self._tell_peer(recv_req, reason, at_fault=blames_request(error))
+        return reason
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds three cases that the engine forgets.
+        """Refuses at once a request that is known to be wrong (its grammar, its logprobs).
 
-        A request that is known to be wrong (its grammar, its logprobs) is refused at once. The engine has it shake
-        hands with a prompt of one token, which prefill does only if a decode worker without the flag asks for it.
-
-        A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
-        that has long finished them, and wait for ever.
-
-        With priorities, prefill, and decode with the flag, sort by them what waits, and one without any ends them: it
-        gets the least. Warm-ups have none.
+        The engine has it shake hands with a prompt of one token, which prefill does only if a decode worker without the
+        flag asks for it.
         """
-        if isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted:
-            is_retracted = True
-        if self.disaggregation_mode != DisaggregationMode.NULL and not is_retracted:
+        back = is_retracted or (isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted)
+        if self.disaggregation_mode != DisaggregationMode.NULL and not back:
             reason = by_decode = self.refused_rooms.reason(req.bootstrap_room)
             if reason is None and isinstance(req.to_finish, FINISH_ABORT):
                 reason = req.to_finish.message
@@ -137,9 +111,6 @@ class SchedulerRefusalMixin(Base):
     def _take_in(self, req, is_retracted: bool) -> None:
         # Of another request of this room.
         self.refused_pairs.take(req.bootstrap_room)
-        sorts = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
-        if sorts and self.enable_priority_scheduling:
-            self._set_or_validate_priority(req)
         super()._add_request_to_queue(req, is_retracted)
 
     def handle_refused_request(self, recv_req: RefusedReq) -> None:
@@ -161,6 +132,21 @@ class SchedulerRefusalMixin(Base):
         if sender is not None:
             sender.fail(recv_req.reason)
             sender.poll()
+
+    def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
+        """On prefill, the failure of a request that decode has refused is the client's error, as it is on decode.
+
+        Of those that have been answered before their KV was sent nothing more is told.
+        """
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            told, reqs = reqs, [req for req in reqs if not (req.finished() and req.finished_output)]
+            if told and not reqs:
+                return
+        for req in reqs if len(self.refused_rooms) else ():
+            reason = self.refused_rooms.reason(req.bootstrap_room)
+            if reason is not None and isinstance(req.finished_reason, FINISH_ABORT):
+                req.finished_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
 
     def handle_asked_requests(self, recv_req: AskedReqs) -> None:
         """Go through with requests that were refused here, in the same step on all ranks: decode waits for them."""

@@ -13,38 +13,35 @@ import atexit
 import json
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from sglang.srt.disaggregation.common.handshakes import in_background
-from sglang.srt.disaggregation.decode_radix.hooks import CallHooks, Hooks
+from sglang.srt.disaggregation.decode_radix.hooks import Hooks
 from sglang.srt.disaggregation.room_notes import MOST, is_room
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "CallHooks",
     "FIELDS",
     "NotNow",
-    "REFUSED_RANK_ROUTE",
-    "REFUSED_ROUTE",
     "Unanswered",
     "add_route",
     "ask",
     "listen",
     "receive",
+    "take",
     "tell",
+    "unreadable",
 ]
 
-# On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
-REFUSED_ROUTE, REFUSED_RANK_ROUTE = "/refused_room", "/refused_dp_rank"
-# What a message has beside rooms.
-FIELDS: dict[str, dict[str, type]] = {
-    REFUSED_ROUTE: {"reason": str},
-    REFUSED_RANK_ROUTE: {"dp_rank": int},
-}
+# What a message has beside rooms, by its route.
+FIELDS: dict[str, dict[str, type]] = {}
 # Of a text; it comes from another worker.
 MOST_CHARACTERS = 1000
 # Seconds that a worker has to answer; how often it is told at most, and after how many seconds again.
@@ -54,6 +51,17 @@ AT_ONCE, NAMES_AT_ONCE, MOST_WAITING = 16, 256, 16384
 
 
 # ---- who sends ----
+
+
+class CallHooks:
+    """One process that calls bootstrap servers. Made with its first call."""
+
+    def signs(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
+        """A call is made. Returns headers for it, and what is given the URL, status, content and headers of the answer;
+        that raises for one that is not to be believed."""
+        raise NotImplementedError
 
 
 class Unanswered(Exception):
@@ -188,7 +196,7 @@ _listeners: dict[str, Callable[..., None]] = {}
 
 
 def add_route(route: str, **fields: type) -> None:
-    """Have a prefill's bootstrap server take messages of an extra, with rooms and these ``fields``.
+    """Have a prefill's bootstrap server take messages with rooms and these ``fields``.
 
     Before that server is made: when a module is imported. Who listens is said by `listen`.
     """
@@ -219,3 +227,27 @@ def receive(route: str, told: Any) -> None:
     if route not in _listeners:
         raise NotNow("this prefill is starting")
     _listeners[route](rooms, **fields)
+
+
+async def take(request: web.Request) -> web.Response:
+    """Answer a message to the bootstrap server."""
+    try:
+        receive(request.path, await request.json())
+    except web.RequestPayloadError as e:
+        return unreadable(request, e)
+    except NotNow as e:
+        # Not 400, which a router takes for the client's error. To any decode worker this is a prefill that fails.
+        return web.Response(text=str(e), status=503)
+    except (ValueError, LookupError, RecursionError) as e:
+        # LookupError: of an unknown charset.
+        return web.Response(text=str(e), status=400)
+    return web.Response(text="OK")
+
+
+def unreadable(request: web.Request, error: Exception) -> web.Response:
+    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
+    reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
+    # Or aiohttp reads what is left of it, and has the same error.
+    request.content.feed_eof()
+    reply.force_close()
+    return reply

@@ -17,8 +17,6 @@ from prefill_front import bootstrap_server
 from sglang.srt.disaggregation import peer_calls, room_notes
 from sglang.srt.disaggregation.peer_calls import (
     FIELDS,
-    REFUSED_RANK_ROUTE,
-    REFUSED_ROUTE,
     NotNow,
     Unanswered,
     add_route,
@@ -26,6 +24,7 @@ from sglang.srt.disaggregation.peer_calls import (
     listen,
     tell,
 )
+from sglang.srt.disaggregation.refusal import REFUSED_RANK_ROUTE, REFUSED_ROUTE
 from waiting import until
 
 # Of an extra, with rooms alone.

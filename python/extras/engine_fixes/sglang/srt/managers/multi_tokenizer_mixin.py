@@ -1,45 +1,17 @@
-"""Several tokenizer processes: they hear what decode refuses, and refuse what only one would do.
+"""Several tokenizer processes refuse what only one would do.
 
 Upstream: none is known.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
 
 from fastapi import HTTPException
-from sglang.srt.disaggregation.peer_calls import REFUSED_ROUTE, listen
-from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import multi_tokenizer_mixin as engine
 
-logger = logging.getLogger(__name__)
-
-__all__ = ["MultiTokenizerRouter", "TokenizerWorker"]
-
-
-class MultiTokenizerRouter(engine.MultiTokenizerRouter):
-    """Has the bootstrap server in its process, and a way to the scheduler."""
-
-    def __init__(self, server_args, port_args):
-        """A prefill's scheduler is told of rooms that decode refuses: it knows the requests of all processes.
-
-        Which of these a request comes to, nobody knows before.
-        """
-        if server_args.disaggregation_mode == DisaggregationMode.PREFILL.value:
-            listen(REFUSED_ROUTE, self._on_refused_by_decode)
-        super().__init__(server_args, port_args)
-
-    def _on_refused_by_decode(self, rooms: list[int], reason: str) -> None:
-        """Called on the bootstrap server's thread."""
-        asyncio.run_coroutine_threadsafe(self._refuse_rooms(rooms, reason), self._loop)
-
-    async def _refuse_rooms(self, rooms: list[int], reason: str) -> None:
-        for room in rooms:
-            logger.info("Decode has refused room %s: %s", room, reason)
-            await self.send_to_scheduler.send_pyobj(RefusedReq(room, reason, by_decode=True))
+__all__ = ["TokenizerWorker"]
 
 
 def _for_all(call):

@@ -24,9 +24,6 @@ from sglang.srt.utils.network import NetworkAddress
 
 __all__ = ["SchedulerAbortMixin"]
 
-# As the engine has it.
-ABORTED = "Aborted by AbortReq."
-
 # The engine's scheduler comes behind.
 Base: Any = object
 
@@ -45,8 +42,7 @@ class SchedulerAbortMixin(Base):
     def abort_request(self, recv_req) -> None:
         """Spares requests with longer rids, on prefill and on decode with the flag, where the peer spares them too.
 
-        That is known of a decode worker with the flag, and of a prefill that understands a prefix. One in prefill's
-        waiting queue that is aborted fails its transfer, or decode would wait for it.
+        That is known of a decode worker with the flag, and of a prefill that understands a prefix.
         """
         rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
@@ -55,15 +51,7 @@ class SchedulerAbortMixin(Base):
         if spares and not everything and len(rid) < self.longest_rid:
             spared = _spared_by_prefill(self, recv_req) if prefill else _spared_by_decode(self, rid)
         with _hidden(spared):
-            self._abort(recv_req, lambda req: everything or req.rid.startswith(rid), prefill)
-
-    def _abort(self, recv_req: Any, matches: Callable[[Any], bool], prefill: bool) -> None:
-        leaving = [req for req in self.waiting_queue if matches(req)] if prefill else []
-        super().abort_request(recv_req)
-        for req in leaving:
-            if isinstance(req.disagg_kv_sender, CommonKVSender):
-                req.disagg_kv_sender.abort()
-                req.disagg_kv_sender.poll()
+            super().abort_request(recv_req)
 
 
 @contextmanager

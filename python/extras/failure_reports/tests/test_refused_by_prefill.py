@@ -17,12 +17,9 @@ from prefill_front import bootstrap_server
 from sglang.srt import server_args
 from sglang.srt.disaggregation import refusal, room_notes
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import bootstrap_routes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.deferred_release import abort_transfer
-from sglang.srt.disaggregation.peer_calls import REFUSED_RANK_ROUTE
-from sglang.srt.disaggregation.refusal import RefusedReq, blames_request
+from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.refusal import REFUSED_RANK_ROUTE, RefusedReq, blames_request
 from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -54,7 +51,9 @@ class Pair:
         """How decode ends the request."""
         self.request.wait_receivers(KVPoll.Failed)
         req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=ROOM, bootstrap_host="10.0.0.9")
-        abort_transfer(DecodeRequest(req, self.request.receivers[0]))
+        queue: Any = object.__new__(DecodeTransferQueue)
+        queue.policy = SimpleNamespace(leave=lambda entry: None)
+        queue._fail(DecodeRequest(req, self.request.receivers[0]))
         getattr(self.world, "close", lambda: None)()
         return req.finished_reason
 
@@ -181,9 +180,9 @@ def asked(monkeypatch, named):
 def named(monkeypatch):
     """All that prefill's processes tell its bootstrap server of ranks."""
     told: list[list[int]] = []
-    note = bootstrap_routes.RefusedRanks.note
+    note = refusal.RefusedRanks.note
     monkeypatch.setattr(
-        bootstrap_routes.RefusedRanks,
+        refusal.RefusedRanks,
         "note",
         lambda ranks, rooms, dp_rank: (told.append(rooms), note(ranks, rooms, dp_rank)),
     )
@@ -250,7 +249,7 @@ def test_where_decode_knows_the_rank_nobody_names_it(asked, named):
 
 
 def test_ranks_of_refused_rooms_are_forgotten(monkeypatch):
-    ranks, clock = bootstrap_routes.RefusedRanks(), [1000.0]
+    ranks, clock = refusal.RefusedRanks(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     ranks.note([5], 1)
     assert ranks.find([5, 6]) == {"5": 1}
