@@ -196,6 +196,22 @@ def conversations(send: Ask, clients: int = 4, turns: int = 3, seed: int = 1, ma
         return list(pool.map(talk, range(clients)))
 
 
+# Prefill chunks below and above the prefixes in play.
+CHUNK = {1: "48", 16: "64", 64: "512"}
+
+
+def one_prefill(clusters, model, backend: str, page: int, computes: bool) -> Cluster:
+    """One prefill; decode 0 has the flag, decode 1 does not. ``computes``: decode 2 computes short remainders of
+    prompts as by default, decode 3 those of up to 200 tokens, decode 4 these without overlapped steps."""
+    workers = [[FLAG], []]
+    if computes:
+        on = [FLAG, LOCAL, "200"]
+        workers += [[FLAG, LOCAL, "auto"], on, [*on, "--disable-overlap-schedule"]]
+    # The name is what smg tells workers apart by.
+    args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page], "--served-model-name", "m"]
+    return clusters.get(model, decode=len(workers), decode_args=workers, common_args=args, backend=backend)
+
+
 TP2 = ["--tp-size", "2"]
 
 

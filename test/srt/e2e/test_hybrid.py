@@ -10,10 +10,9 @@ import pytest
 import requests
 import torch
 from conftest import aggregated_answers
-from pd import FLAG, TP2, Pair, base_prompt, conversations, counter, log_of
+from pd import CHUNK, FLAG, TP2, Pair, base_prompt, conversations, counter, log_of
 from test_host_tier import HOST, SMALL, check
 from test_oracle import (  # noqa: F401
-    CHUNK,
     off,
     on,
     test_abort_at_every_stage,
@@ -148,7 +147,12 @@ def test_tensor_parallel_sizes(clusters, model, truth, backend):
     """Equal sizes work. With different ones the handshake says why not: states are not cut."""
     common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS, *EXTRA_BUFFER]
     # In turn: the cluster has started when it is answered through the gateway, by which one prefill is of no use.
-    options = {"prefill": 2, "prefill_args": [[], TP2], "decode_args": [FLAG, *TP2], "policy": "round_robin"}
+    options = {
+        "prefill": 2,
+        "prefill_args": [[], TP2],
+        "decode_args": [FLAG, *TP2],
+        "router_args": ["--policy", "round_robin"],
+    }
     options["common_args"] = common
     cluster = clusters.get(model, backend=backend, **options)  # noqa: F811
     pair = Pair(cluster, 1, 0)

@@ -21,7 +21,6 @@ from conftest import aggregated_answers
 from pd import FLAG, TP2, Pair, conversations, counter, log_of
 from test_hybrid import EXTRA_BUFFER, SLOTS, with_states
 from test_oracle import (  # noqa: F401
-    CHUNK,
     off,
     on,
     test_abort_at_every_stage,

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from pd import (
-    FLAG,
     Pair,
-    ask,
     ask_among_leavers,
     base_prompt,
     conversations,
     counter,
     hit_lengths,
+    one_prefill,
     words,
 )
 
@@ -25,7 +24,6 @@ from sglang_pd_radix.tools.cluster import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
-LOCAL = "--disaggregation-decode-local-prefill"
 COMPUTED, REQUESTS = "sglang:decode_computed_tokens_total", "sglang:decode_local_prefills_total"
 SENT = "sglang:kv_transfer_sent_bytes_total"
 
@@ -37,15 +35,10 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    """Decode 0 computes up to 200 tokens, decode 1 nothing, decode 2 up to 200 without overlapped steps."""
-    on = [FLAG, LOCAL, "200"]
-    workers = [on, [FLAG], [*on, "--disable-overlap-schedule"]]
-    # The name is what smg tells workers apart by.
-    args = ["--page-size", str(page), "--chunked-prefill-size", "64", "--served-model-name", "m"]
-    return clusters.get(model, decode=3, decode_args=workers, common_args=args, backend=backend)
+    return one_prefill(clusters, model, backend, page, computes=True)
 
 
-@pytest.fixture(params=[0, 2], ids=["overlapped", "in turns"])
+@pytest.fixture(params=[3, 4], ids=["overlapped", "in turns"])
 def local(cluster, request):
     pair = Pair(cluster, decode=request.param)
     pair.flush()
@@ -121,7 +114,7 @@ def test_no_prefill_at_all(local, page):
 
 
 def test_logprobs_and_single_tokens(local, cluster, page):
-    remote = Pair(cluster, decode=1)
+    remote = Pair(cluster, decode=0)
     prompt = [*base_prompt(page), *words(random.Random(4), 9)]
     for more in ({"return_logprob": True, "top_logprobs_num": 2}, {"return_logprob": True, "logprob_start_len": 20}):
         said = []
@@ -139,7 +132,7 @@ def test_logprobs_and_single_tokens(local, cluster, page):
 
 def test_samples_of_a_prompt(local, cluster, page):
     """Each has a room of its own, and prefill's one answer has as many choices."""
-    remote = Pair(cluster, decode=1)
+    remote = Pair(cluster, decode=0)
     prompt = [*base_prompt(page), *words(random.Random(6), 40)]
     said = []
     for pair in (local, remote):
@@ -161,10 +154,6 @@ def test_leavers(local, page):
     local(base_prompt(page))
     answers = ask_among_leavers(local, base_prompt(page), 150, 0.03)
     assert answers[0] == answers[1] == answers[2]
-
-
-def test_through_the_router(cluster, truth):
-    assert conversations(ask(cluster.router_url)) == truth["conversations"]
 
 
 def test_streamed_chat(local):
@@ -198,7 +187,7 @@ def test_a_herd(local, cluster):
     rnd = random.Random(3)
     shared = words(rnd, 150)
     asked = [shared + words(rnd, 40) for _ in range(40)]
-    remote = Pair(cluster, decode=1)
+    remote = Pair(cluster, decode=0)
     with ThreadPoolExecutor(40) as pool:
         local(shared)
         answers = [one["output_ids"] for one in pool.map(local, asked)]

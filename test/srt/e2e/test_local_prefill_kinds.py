@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from conftest import aggregated_answers
-from pd import FLAG, TP2, Pair, ask, conversations, counter
+from pd import FLAG, LOCAL, TP2, Pair, ask, conversations, counter
 from test_dp_attention import DP2
-from test_local_prefill import COMPUTED, LOCAL, REQUESTS
+from test_local_prefill import COMPUTED, REQUESTS
 from test_lora import OPTIONS as LORA
 from test_lora import PROMPTS
 from test_lora import adapters as adapters

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from pd import (
-    FLAG,
-    LOCAL,
     Pair,
     ask,
     ask_among_leavers,
@@ -19,6 +17,7 @@ from pd import (
     conversations,
     counter,
     hit_lengths,
+    one_prefill,
     queues,
     wait_idle,
     words,
@@ -28,8 +27,7 @@ from sglang_pd_radix.patching import loader
 
 pytestmark = pytest.mark.timeout(600)
 
-# Prefill chunks below and above the prefixes in play.
-CHUNK = {1: "48", 16: "64", 64: "512"}
+COMPUTES = "local_prefill" in loader.extras()
 
 
 @pytest.fixture(scope="module", params=[1, 16, 64])
@@ -39,12 +37,9 @@ def page(request):
 
 @pytest.fixture(scope="module")
 def cluster(clusters, model, truth, backend, page):
-    """One prefill; decode 0 has the flag, decode 1 does not. For one page size, decode 2 computes short remainders of
-    prompts, as by default: before a backend takes part."""
-    args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]]
-    default = page == 16 and backend == "nixl" and "local_prefill" in loader.extras()
-    workers = [[FLAG], [], *([[FLAG, LOCAL, "auto"]] if default else [])]
-    return clusters.get(model, decode=len(workers), decode_args=workers, common_args=args, backend=backend)
+    """For one page size over one backend, whose cluster is that of test_local_prefill.py too, some decode workers
+    compute prompts: that is decided before a backend takes part."""
+    return one_prefill(clusters, model, backend, page, page == 16 and backend == "nixl" and COMPUTES)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from pd import FLAG, TP2, Pair, ask, check_idle, conversations, counter, log_of, pools, wait_idle, words
-from test_local_prefill import LOCAL, REQUESTS, SENT
+from pd import FLAG, LOCAL, TP2, Pair, ask, check_idle, conversations, counter, log_of, pools, wait_idle, words
+from test_local_prefill import REQUESTS, SENT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pegaflow_host"))
 

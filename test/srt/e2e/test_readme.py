@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
 
@@ -40,10 +40,9 @@ def test_the_demo_shows_what_a_user_feels(backend, tmp_path):
     assert re.search(r"beside 2 clients .* s off, .* s on, .* s local", shown)
 
 
-@pytest.mark.thorough
 def test_the_headline_can_be_reproduced(tmp_path):
     (command,) = re.findall(r"^    pd-radix (bench .*)$", README, re.MULTILINE)
-    pd_radix(*shlex.split(command), "--runs", "1", "--out", str(tmp_path / "report"))
+    pd_radix(*shlex.split(command), "--runs", "1", "--work-dir", str(tmp_path / "report"))
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     (entry,) = report["workloads"]
     first = {run["variant"]: run["figures"]["later_ttft_p50_s"] for run in entry["runs"]}

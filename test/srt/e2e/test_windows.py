@@ -10,9 +10,8 @@ import random
 
 import pytest
 from conftest import aggregated_answers
-from pd import FLAG, TP2, Pair, ask, base_prompt, conversations, counter, log_of, words
+from pd import CHUNK, FLAG, TP2, Pair, ask, base_prompt, conversations, counter, log_of, words
 from test_oracle import (  # noqa: F401
-    CHUNK,
     off,
     on,
     test_abort_at_every_stage,

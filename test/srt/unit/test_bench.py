@@ -376,24 +376,11 @@ def test_the_report_is_complete(tmp_path, chat):
     assert ("| lower bound | TTFT p50, ms, off | TTFT p50, ms, on |" in text) == chat
 
 
-def test_every_policy_is_compared_with_itself():
-    names = ["off cache_aware", "on cache_aware", "off round_robin", "on round_robin"]
-    assert report.pairs({"variants": names}) == [report.Pair(*names[:2]), report.Pair(*names[2:])]
-    shape = deploy.Shape(100, 10, 2, ("cache_aware", "round_robin"))
-    made = deploy.variants(shape)
-    assert [v.name for v in made] == names
-    assert [v.workers for v in made] == [(0, 1), (2, 3), (0, 1), (2, 3)]
-    assert [v.name for v in deploy.variants(deploy.Shape(100, 10))] == ["off", "on"]
-    more = deploy.variants(shape, [deploy.OFF, deploy.ON, deploy.Side("today")])
-    assert [v.name for v in more[:3]] == ["off cache_aware", "on cache_aware", "today cache_aware"]
-    assert [v.workers for v in more[:3]] == [(0, 1), (2, 3), (4, 5)]
-    titles = [(p.title, p.label) for p in report.pairs({"variants": [v.name for v in more]})]
-    assert titles[:3] == [
-        ("on / off", "on cache_aware"),
-        ("today / off", "today cache_aware"),
-        ("on / today", "on cache_aware / today cache_aware"),
-    ]
-    assert len(titles) == 6
+def test_each_side_is_compared_with_off_and_on_with_it():
+    made = deploy.variants([deploy.OFF, deploy.ON, deploy.Side("today")])
+    assert [v.workers for v in made] == [(0,), (1,), (2,)]
+    pairs = [(p.title, p.label) for p in report.pairs({"variants": [v.name for v in made]})]
+    assert pairs == [("on / off", "on"), ("today / off", "today"), ("on / today", "on / today")]
 
 
 def test_runs_are_drawn_as_their_median_and_a_band():
@@ -405,7 +392,7 @@ def test_runs_are_drawn_as_their_median_and_a_band():
 
 
 def test_a_chart_has_its_texts_in_lines_that_fit():
-    lines = [chart.Line("on", "#2563eb", [(0, 1), (1, 2), (10, 3)], dashed=True, band=[(1, 1, 3), (10, 2, 4)])]
+    lines = [chart.Line("on", "#2563eb", [(0, 1), (1, 2), (10, 3)], band=[(1, 1, 3), (10, 2, 4)])]
     drawn = chart.Chart(
         "a title",
         "seconds",
@@ -444,14 +431,12 @@ def test_the_command_says_what_it_can_measure(capsys):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--only", "a,z"], "z is not one of a, aw, b, c, d, e, f, fm, g, h"),
+        (["--only", "a,z"], "z is not one of a, aw, b, c, d, e, f, g, h"),
         (["--only", "a,"], "an empty name is not one of"),
         (["--runs", "0"], "--runs 0: must be at least 1"),
-        (["--sample-every", "0"], "--sample-every 0: must be at least 0.1"),
-        (["--only", "a", "--trace", "x"], "--trace is for the workloads f and fm"),
+        (["--only", "a", "--trace", "x"], "--trace is for the workload f"),
         (["--model", "/none"], "no model at /none"),
         (["--only", "f", "--trace", "/none"], "cannot read the trace /none"),
-        (["--only", "fm", "--set", "fm.policies=cache_aware,nope"], "--set fm.policies: nope is not one of random"),
         (["--compare", "today"], "--compare today: write NAME:OPTIONS"),
         (["--compare", "on:--x"], "on is the name of something else"),
         (["--compare", "b:--x", "--compare", "b:--y"], "b is the name of something else"),
@@ -464,7 +449,7 @@ def test_the_command_says_what_it_can_measure(capsys):
 )
 def test_bad_options_get_one_clear_line(tmp_path, monkeypatch, capsys, options, said):
     monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
-    assert cli.main(["bench", "--out", str(tmp_path), *options]) == 1
+    assert cli.main(["bench", "--work-dir", str(tmp_path), *options]) == 1
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
 
@@ -479,7 +464,7 @@ def test_a_report_is_not_written_over(tmp_path, monkeypatch, capsys, name):
     # Logs alone, as of a run that failed, are no report.
     assert not command._has_report(kept) and command._unused_directory() == Path("bench-report")
     (kept / name).write_text("{}")
-    assert cli.main(["bench", "--work-dir", "kept"]) == cli.main(["bench", "--out", "kept"]) == 1
+    assert cli.main(["bench", "--work-dir", "kept"]) == 1
     assert "--work-dir kept: there is a report; give another directory" in capsys.readouterr().err
     for directory in ("bench-report", "bench-report-2"):
         assert command._unused_directory() == Path(directory)
@@ -489,8 +474,8 @@ def test_a_report_is_not_written_over(tmp_path, monkeypatch, capsys, name):
 
 
 def test_a_report_names_no_place_on_this_machine():
-    shown = list(command.hidden(["bench", "--trace", "/data/x/t.jsonl", "--out=/tmp/r", "--set", "a.pool=9"]))
-    assert shown == ["bench", "--trace", "t.jsonl", "--out=r", "--set", "a.pool=9"]
+    shown = list(command.hidden(["bench", "--trace", "/data/x/t.jsonl", "--work-dir=/tmp/r", "--set", "a.pool=9"]))
+    assert shown == ["bench", "--trace", "t.jsonl", "--work-dir=r", "--set", "a.pool=9"]
 
 
 @pytest.mark.parametrize(
@@ -517,16 +502,16 @@ def test_a_report_shows_of_a_side_what_is_no_secret():
 def test_both_sides_share_the_prefill_worker_and_only_one_has_the_flag(tmp_path):
     options = deploy.engine_options(["--page-size", "8"], 8, made_model=True)
     assert "--enable-metrics" in options and options.count("--page-size") == 1
-    made = deploy.Deployment("m", deploy.Shape(500, 20, 2), options, "nixl", tmp_path)
+    made = deploy.Deployment("m", deploy.Shape(500, 20), options, "nixl", tmp_path)
     planned = {process.name: process for process in made.cluster.plan()}
-    assert sorted(planned) == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0", "router-off", "router-on"]
+    assert sorted(planned) == ["decode-0", "decode-1", "prefill-0", "router-off", "router-on"]
     flagged = {name for name, p in planned.items() if "--disaggregation-decode-enable-radix-cache" in p.command}
-    assert flagged == {"decode-2", "decode-3"}
-    for name, workers in (("router-off", ("decode-0", "decode-1")), ("router-on", ("decode-2", "decode-3"))):
+    assert flagged == {"decode-1"}
+    for name, worker in (("router-off", "decode-0"), ("router-on", "decode-1")):
         command = planned[name].command
-        assert [w for w in planned if w.startswith("decode") and planned[w].url in command] == list(workers)
+        assert [w for w in planned if w.startswith("decode") and planned[w].url in command] == [worker]
         assert planned["prefill-0"].url in command and "--disable-health-check" in command
-    decode = planned["decode-3"].command
+    decode = planned["decode-1"].command
     assert decode[decode.index("--max-total-tokens") + 1] == "500"
     assert decode[decode.index("--num-reserved-decode-tokens") + 1] == "20"
 
@@ -565,7 +550,7 @@ def test_a_decode_worker_without_figures_of_one_pool_is_watched_all_the_same(tmp
     )
     made = deploy.Deployment("m", deploy.Shape(500, 20), [], "nixl", tmp_path)
     monkeypatch.setattr(deploy.Deployment, "decode_urls", lambda made, variant: ["http://off"])
-    watch = measure.Watch(made, made.variants[0], 0.1)
+    watch = measure.Watch(made, made.variants[0])
     sample = watch._take()
     assert sample and (sample.running, sample.waiting) == (2, 1)
     assert math.isnan(sample.used_tokens) and math.isnan(sample.kept_tokens)

@@ -20,9 +20,10 @@ def parsed(*options):
     return cli.build_parser("bench").parse_args(["bench", *options])
 
 
-def a_deployment(tmp_path, decode=1, options=(), sides=SIDES):
-    shape = deploy.Shape(3000, 20, decode)
-    return deploy.Deployment("m", shape, list(options), "nixl", tmp_path, prefill_pool=4001, sides=sides)
+def a_deployment(tmp_path, options=(), sides=SIDES):
+    return deploy.Deployment(
+        "m", deploy.Shape(3000, 20), list(options), "nixl", tmp_path, prefill_pool=4001, sides=sides
+    )
 
 
 def value(planned, option):
@@ -42,7 +43,7 @@ def value(planned, option):
     ],
 )
 def test_what_does_not_go_with_it_gets_one_clear_line(tmp_path, capsys, options, said):
-    assert cli.main(["bench", "--out", str(tmp_path), *options]) == 1
+    assert cli.main(["bench", "--work-dir", str(tmp_path), *options]) == 1
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
 
@@ -63,23 +64,23 @@ def test_it_is_the_last_side_and_only_if_asked_for():
 
 
 def test_as_many_ordinary_servers_as_a_pair_has_workers_share_its_kv_memory(tmp_path):
-    planned = {p.name: p for p in a_deployment(tmp_path, 2, ["--page-size", "8"]).cluster.plan()}
-    engines = ["engine-0", "engine-1", "engine-2"]
+    planned = {p.name: p for p in a_deployment(tmp_path, ["--page-size", "8"]).cluster.plan()}
+    engines = ["engine-0", "engine-1"]
     assert sorted(name for name in planned if name.startswith("engine")) == engines
     assert len({p.url for p in planned.values()}) == len(planned)
     for name in engines:
         assert not any("disaggregation" in word for word in planned[name].command)
-        assert value(planned[name], "--max-total-tokens") == str((4001 + 2 * 3000) // 3)
+        assert value(planned[name], "--max-total-tokens") == str((4001 + 3000) // 2)
         assert value(planned[name], "--page-size") == "8" and not planned[name].bootstrap_port
     router = planned["router-aggregated"]
     first = router.command.index("--worker-urls")
-    assert router.command[first + 1 : first + 4] == [planned[name].url for name in engines]
+    assert router.command[first + 1 : first + 3] == [planned[name].url for name in engines]
     assert value(router, "--policy") == "cache_aware" and "--pd-disaggregation" not in router.command
     of_pair = planned["router-on"].command
     settings = [word for word in of_pair if word.startswith("--cache") or word.startswith("--disable")]
     assert settings and all(word in router.command for word in settings)
     assert "--worker-urls" not in of_pair and not any(planned[name].url in of_pair for name in engines)
-    assert router.wave > planned["engine-2"].wave
+    assert router.wave > planned["engine-1"].wave
 
 
 def test_nothing_of_it_is_there_unless_asked_for(tmp_path):
@@ -91,13 +92,13 @@ def test_nothing_of_it_is_there_unless_asked_for(tmp_path):
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_server_is_on_the_gpus_of_a_worker_of_the_pair(gpus, ranks):
-    options, decode = ["--tp", str(ranks)], 2
-    places = compared_on(options, [[], []], decode, gpus)[:decode]
-    first, *others = aggregated_on(options, places, gpus)
+    options = ["--tp", str(ranks)]
+    place, _ = compared_on(options, [[], []], gpus)
+    first, other = aggregated_on(options, place, gpus)
     assert first == ["--base-gpu-id", "0"], "where prefill is"
-    assert others == [place or ["--base-gpu-id", "0"] for place in places]
-    assert aggregated_on([*options, "--base-gpu-id", "1"], places, gpus) == [[], [], []]
-    assert aggregated_on(options, [[], []], 0) == [[], [], []]
+    assert other == (place or ["--base-gpu-id", "0"])
+    assert aggregated_on([*options, "--base-gpu-id", "1"], place, gpus) == [[], []]
+    assert aggregated_on(options, [], 0) == [[], []]
 
 
 # ---- who is paused ----
@@ -170,7 +171,7 @@ def test_counters_are_the_servers_own_and_what_only_a_pair_has_is_not_known(monk
 
 def test_they_are_watched_without_a_prefill_worker(monkeypatch, tmp_path):
     servers = Servers(monkeypatch, tmp_path, POOL)
-    sample = measure.Watch(servers.made, servers.variant, 0.1)._take()
+    sample = measure.Watch(servers.made, servers.variant)._take()
     assert sample and (sample.running, sample.waiting, sample.kept_tokens) == (4, 2, 80)
     assert math.isnan(sample.sent_bytes)
 

@@ -137,8 +137,8 @@ def test_the_servers_key_is_sent_and_shown_to_nobody(load, monkeypatch, tmp_path
     assert texts(load, job(99)) == [""]
     monkeypatch.setenv(API_KEY, "a secret")  # as `Cluster.start` does, after the load generator was started
     assert texts(load, job(99)) == ["a secret"] and "a secret" not in (tmp_path / "load.log").read_text()
-    given = ["bench", "--out=/x/y", "--", "--api-key", "a secret", "--admin-api-key=another secret", "--tp", "1"]
-    assert hidden(given) == [*("bench", "--out=y", "--", "--api-key", "...", "--admin-api-key=...", "--tp", "1")]
+    given = ["bench", "--work-dir=/x/y", "--", "--api-key", "a secret", "--admin-api-key=another secret", "--tp", "1"]
+    assert hidden(given) == [*("bench", "--work-dir=y", "--", "--api-key", "...", "--admin-api-key=...", "--tp", "1")]
 
 
 @pytest.mark.parametrize("rids", [False, True])

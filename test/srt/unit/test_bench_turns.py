@@ -34,15 +34,15 @@ class Turns:
     def __init__(self, monkeypatch, answers=None, sides=("off", "on")):
         self.asked, self.told = [], answers or {}
         monkeypatch.setattr(turns, "run_once", self.run_once)
-        made = deploy.variants(deploy.Shape(100, 10), [deploy.OFF, *map(deploy.Side, sides[1:])])
+        made = deploy.variants([deploy.OFF, *map(deploy.Side, sides[1:])])
         self.deployment = SimpleNamespace(variants=made)
 
-    def run_once(self, deployment, load, given, variant, number, page_size, every_s, progress=None):
+    def run_once(self, deployment, load, given, variant, number, page_size, progress=None):
         self.asked.append((variant.name, number, given.requests))
         return a_run(variant.name, number, self.told.get((variant.name, number), ["x", "y", "z"]))
 
     def measure(self, runs, exact=True):
-        return turns.measure_all(self.deployment, None, a_workload(40), runs, 16, 0.5, SHOW, exact)
+        return turns.measure_all(self.deployment, None, a_workload(40), runs, 16, SHOW, exact)
 
 
 # ---- the order ----
@@ -110,7 +110,7 @@ class Again:
         self.used, self.asked, self._logprobs = [], [], logprobs
         self._tokens, self._status = tokens, status
         monkeypatch.setattr(forced, "http", self.http)
-        self.variants = deploy.variants(deploy.Shape(100, 10))
+        self.variants = deploy.variants()
         self.cluster = SimpleNamespace(check=lambda: None)
 
     def use(self, variant):

@@ -144,7 +144,7 @@ def test_what_is_wrong_is_found(
 ):
     monkeypatch.setenv("FAKE_ROUTER", "lies")
     monkeypatch.setenv("FAKE_DECODE", "leaks")
-    status, report = run_chaos(tmp_path)
+    status, report = run_chaos(tmp_path, "--seconds", "1.5")
     assert status == 1
     found = "\n".join(report["problems"])
     assert "differs from token" in found
@@ -155,7 +155,7 @@ def test_what_is_wrong_is_found(
 def test_what_a_flush_makes_good_is_looked_at_before(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     """The replays after a storm flush every worker, and what the storm has lost was gone before anybody looked."""
     monkeypatch.setenv("FAKE_DECODE", "loses")
-    status, report = run_chaos(tmp_path, "--seconds", "2", "--without", "kill,flush")
+    status, report = run_chaos(tmp_path, "--seconds", "1", "--without", "kill,flush")
     found = [f"decode-{i}: {what}" for i in range(2) for what in ("16 tokens of KV are lost", "4 locks were taken")]
     assert status == 1 and len(report["problems"]) == len(found)
     assert all(

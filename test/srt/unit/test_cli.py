@@ -66,11 +66,10 @@ def test_the_same_thing_has_the_same_name_everywhere() -> None:
     assert {command for command, names in options.items() if "--model" in names} == {"demo", "verify", "bench", "up"}
     folders = {command for command, names in options.items() if "--work-dir" in names}
     assert folders == {"demo", "verify", "bench", "up"}
-    assert {command for command, names in options.items() if names & {"--log-dir", "--out"}} < folders
-    for command, old, dest in (("verify", "--log-dir", "log_dir"), ("bench", "--out", "out")):
-        parser = cli.build_parser(command)
-        read = [getattr(parser.parse_args([command, name, "x"]), dest) for name in ("--work-dir", old)]
-        assert [str(path) for path in read] == ["x", "x"]
+    assert {command for command, names in options.items() if "--log-dir" in names} < folders
+    parser = cli.build_parser("verify")
+    read = [parser.parse_args(["verify", name, "x"]).log_dir for name in ("--work-dir", "--log-dir")]
+    assert [str(path) for path in read] == ["x", "x"]
 
 
 @pytest.mark.parametrize("command", ["verify", "bench", "demo", "top", "trace"])

@@ -197,7 +197,7 @@ def test_the_command(benchmark: dict[str, Any], tmp_path: Path, capsys: pytest.C
     assert [(side.name, side.radix, side.options) for side in benchmark["sides"]] == [
         ("off", False, ()),
         ("on", True, (demo.LOCAL_FLAG, "off")),
-        ("local", True, (demo.LOCAL_FLAG, "auto")),
+        ("local", True, ()),
     ]
     assert benchmark["options"][:5] == ["--tp", "2", "--api-key", "a secret", "--enable-metrics"]
     assert benchmark["runs"] == 1 and benchmark["workload"].chat and benchmark["steady"].clients == 2
@@ -225,11 +225,11 @@ def test_a_failure_is_told_and_is_the_exit_code(
         return measured(_parse(), on={"sent_bytes": 99 * PAGE_BYTES}) | {"problems": ["on, run 1: a page is lost"]}
 
     monkeypatch.setattr(demo.turns, "measure_all", measure_all)
-    rest = ("--local-prefill", "off", "--beside", "0", "--work-dir", str(tmp_path))
-    assert demo.run(_parse(*rest)) == 1
+    monkeypatch.setattr(demo.loader, "extras", lambda: [])
+    assert demo.run(_parse("--work-dir", str(tmp_path))) == 1
     shown = capsys.readouterr().out
     assert "FAILED:   on, run 1: a page is lost" in shown and "times the lower bound was sent from turn 2" in shown
-    assert [side.name for side in benchmark["sides"]] == ["off", "on"] and "steady" not in benchmark
+    assert [side.name for side in benchmark["sides"]] == ["off", "on"], "without the extra that computes prompts"
 
 
 def test_a_gpu_gives_answers_that_do_not_depend_on_the_batch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +259,6 @@ def test_users_options_win(benchmark: dict[str, Any], tmp_path: Path) -> None:
     [
         (["--clients", "0"], "--clients 0"),
         (["--answer", "1"], "--answer 1: must be at least 2"),
-        (["--beside", "-1"], "--beside -1: give 0 clients or more"),
-        (["--local-prefill", "maybe"], "--local-prefill maybe: give off, auto or 1 token or more"),
-        (["--local-prefill", "0"], "--local-prefill 0: give"),
         (["--", "--page-size", "maybe"], "--page-size maybe: must be a whole number"),
         (["--model", "no/such/model"], "no model at no/such/model"),
         (["--json", "no-such-directory/figures.json"], "there is no directory"),

@@ -132,7 +132,6 @@ def model(tmp_path: Path) -> str:
         ("up --model-path m --router-args=--decode-polici=random", "did you mean --decode-policy"),
         ("up --model-path Qwen/Qwen3-0.6B", "download it (hf download Qwen/Qwen3-0.6B), name a directory, or make a"),
         ("up --model-path m -- --port 3", "--port is set by the cluster itself"),
-        ("demo --local-prefill maybe", "give off, auto or 1 token or more"),
         ("demo -- --wibble 3", "--wibble is no option of the engine"),
     ],
 )

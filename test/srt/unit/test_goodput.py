@@ -100,7 +100,7 @@ def test_rounds_become_one_and_a_chat_has_no_rate():
 def one_by_one(per_s):
     """A server that answers so many requests a second, one after the other."""
 
-    def run_once(deployment, load, asked, variant, number, page_size, every_s):
+    def run_once(deployment, load, asked, variant, number, page_size):
         (requests,) = asked.rounds
         free, ttft = 0.0, []
         for request in requests:
@@ -115,7 +115,7 @@ def one_by_one(per_s):
 
 def measured_alone(monkeypatch, run_once, asked, seconds=30.0):
     monkeypatch.setattr(goodput, "run_once", run_once)
-    made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
+    made_of = deploy.variants([deploy.OFF])
     deployment = SimpleNamespace(variants=made_of, step_times=lambda variant: [])
     return goodput.measure(deployment, None, asked, goodput.Plan(SLO, seconds), TOKENS, 16, SHOW, exact=True)
 
@@ -184,11 +184,11 @@ class Served:
     def __init__(self, monkeypatch):
         monkeypatch.setattr(goodput, "run_once", self.run_once)
         sides = [deploy.OFF, deploy.ON, SLO.side]
-        made_of = deploy.variants(deploy.Shape(100, 10), sides)
+        made_of = deploy.variants(sides)
         self.deployment = SimpleNamespace(variants=made_of, step_times=self.step_times)
         self.problems = []
 
-    def run_once(self, deployment, load, asked, variant, number, page_size, every_s):
+    def run_once(self, deployment, load, asked, variant, number, page_size):
         (requests,) = asked.rounds
         ttft, itl, ended = serve(requests, self.slots[variant.name])
         figures = {"requests_per_s": len(requests) / ended}
@@ -249,7 +249,7 @@ def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monkeypatch, tmp_path):
-    made_of = deploy.variants(deploy.Shape(100, 10), [deploy.OFF])
+    made_of = deploy.variants([deploy.OFF])
     deployment = SimpleNamespace(variants=made_of, info=lambda variant: INFO)
     monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
     measured = []
@@ -259,7 +259,7 @@ def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monke
         return {"key": asked.key, "problems": [], "interrupted": interrupted}
 
     monkeypatch.setattr(goodput, "measure", measure_one)
-    args = options("--slo", "ttft=500,itl=30", "--only", "e,d,f", "--out", str(tmp_path))
+    args = options("--slo", "ttft=500,itl=30", "--only", "e,d,f", "--work-dir", str(tmp_path))
     sizes, document = command.chosen_sizes(args), {"workloads": []}
     load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
     show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
@@ -270,8 +270,8 @@ def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monke
 def answering(run_once, word):
     """``run_once`` with an answer to each request, which begins with the ``word`` of its side and the run's number."""
 
-    def run(deployment, load, asked, variant, number, page_size, every_s):
-        found = run_once(deployment, load, asked, variant, number, page_size, every_s)
+    def run(deployment, load, asked, variant, number, page_size):
+        found = run_once(deployment, load, asked, variant, number, page_size)
         (requests,) = asked.rounds
         texts = [f"{word(variant.name, number)} {i}" for i in range(len(requests))]
         return dataclasses.replace(found, texts=texts, prompts=[request.ids for request in requests])
@@ -347,11 +347,11 @@ def test_answers_that_cannot_be_asked_for_again_fail_all_the_same(monkeypatch):
 def failing(run_once, fails):
     """``run_once``, of which a request fails where ``fails`` says so of the side, the run's number and the rate."""
 
-    def run(deployment, load, asked, variant, number, page_size, every_s):
+    def run(deployment, load, asked, variant, number, page_size):
         (requests,) = asked.rounds
         if fails(variant.name, number, (len(requests) - 1) / requests[-1].arrival_s):
             raise measure.RequestFailed("request 7 of 20 failed: Service Unavailable")
-        return run_once(deployment, load, asked, variant, number, page_size, every_s)
+        return run_once(deployment, load, asked, variant, number, page_size)
 
     return run
 

@@ -35,7 +35,7 @@ def bench(monkeypatch, tmp_path):
 
     def run():
         sizes = ("--only", "e", "--set", "e.requests=400", "--set", "e.prompt=4", "--set", "e.answer=40")
-        return cli.main(["bench", *SLO, *sizes, "--out", str(tmp_path)])
+        return cli.main(["bench", *SLO, *sizes, "--work-dir", str(tmp_path)])
 
     made.run = run
     monkeypatch.setattr(goodput, "run_once", run_once)
@@ -116,28 +116,17 @@ def test_nothing_is_held_back_afterwards(bench):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.SIGTERM in process_group.ends()
 
 
-# ---- rates of sides under several policies ----
+# ---- rates of sides ----
 
 
-def test_given_rates_are_of_the_names_that_sides_have_under_each_policy():
-    def check(only, rates):
-        args = options(*SLO, "--only", only, "--slo-rates", rates)
-        command._check_slo(args, command.chosen_sizes(args), command.chosen_sides(args))
+def test_given_rates_are_of_the_sides():
+    def check(rates):
+        args = options(*SLO, "--only", "e", "--slo-rates", rates)
+        command._check_slo(args, command.chosen_sides(args))
 
-    check("e", "off=1,target=2")
-    check("fm", "off cache_aware=1,target round_robin=2")
-    with pytest.raises(PdRadixError, match="workload fm: --slo-rates .*one of the sides off cache_aware, off round"):
-        check("fm", "off=1")
-    with pytest.raises(PdRadixError, match="workload fm: --slo-rates"):
-        check("e,fm", "off=1")
-
-
-def test_such_rates_are_measured(monkeypatch):
-    served = Served(monkeypatch)
-    served.slots = dict.fromkeys(["off cache_aware", "off round_robin"], 4)
-    served.deployment.variants = deploy.variants(deploy.Shape(100, 10, 2, ("cache_aware", "round_robin")), [deploy.OFF])
-    found = served.measure(rates=[("off cache_aware", 1.0)])
-    assert [t["rate"] for t in found["trials"]["off cache_aware"]] == [1.0]
+    check("off=1,target=2")
+    with pytest.raises(PdRadixError, match="--slo-rates .*one of the sides off, on, target"):
+        check("other=1")
 
 
 # ---- pages ----
@@ -149,7 +138,7 @@ def test_pages_are_of_the_size_that_the_worker_has(monkeypatch):
     monkeypatch.setattr(command, "measure_all", lambda *args: seen.append(args[4]) or {"key": "a", "problems": []})
     deployment = SimpleNamespace(variants=[SimpleNamespace(name="off")], info=lambda variant: INFO)
     monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
-    given = ("--out", "r", "--only", "a", "--", "--attention-backend", "flashmla")
+    given = ("--work-dir", "r", "--only", "a", "--", "--attention-backend", "flashmla")
     args, document = options(*given), {"workloads": []}
     show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
     command._all(args, command.chosen_sizes(args), [deploy.OFF], 1, "m", [], LOAD, document, show)
@@ -162,8 +151,6 @@ def test_pages_are_of_the_size_that_the_worker_has(monkeypatch):
 @pytest.mark.parametrize(
     "given, said",
     [
-        (["--sample-every", "nan"], "--sample-every nan: must be at least 0.1 seconds, and a day at most"),
-        (["--sample-every", "inf"], "--sample-every inf: must be"),
         ([*SLO, "--slo-seconds", "nan"], "--slo-seconds nan: must be above 0 seconds, and a day at most"),
         ([*SLO, "--slo-seconds", "inf"], "--slo-seconds inf: must be"),
         ([*SLO, "--slo-seconds", "1e308"], "--slo-seconds 1e+308: must be"),
@@ -180,7 +167,7 @@ def test_pages_are_of_the_size_that_the_worker_has(monkeypatch):
 def test_a_number_that_is_none_is_refused_in_one_line(given, said, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
     monkeypatch.setattr(command, "make_model", lambda *args: pytest.fail("it was not refused"))
-    assert cli.main(["bench", "--out", str(tmp_path), *given]) == 1
+    assert cli.main(["bench", "--work-dir", str(tmp_path), *given]) == 1
     error = capsys.readouterr().err
     assert re.search(re.escape(said), error) and len(error.splitlines()) == 1
 

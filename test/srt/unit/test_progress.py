@@ -6,14 +6,13 @@ import contextlib
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_pd_radix.tools.cluster import Progress
-from sglang_pd_radix.tools.progress import Display, print_ready, time_left
+from sglang_pd_radix.tools.progress import Display, print_ready
 
 READY = Progress(SimpleNamespace(name="decode-0"), "ready", 12.34)  # type: ignore[arg-type]
 LOADING = Progress(SimpleNamespace(name="decode-0"), "loading [weights] :key:", 3.0)  # type: ignore[arg-type]
@@ -123,52 +122,6 @@ def test_on_a_terminal_parts_have_bars_and_what_is_done_stays(
     seen = visible(capsys.readouterr().err)
     assert re.search(r"workloads +\S+ +1/2", seen) and re.search(r"\(a\) run 1 +\S+ +5/10", seen), seen
     assert re.search(r"s\]   \(a\) run 1: 5 req/s", seen)
-
-
-def test_the_time_that_is_left_is_told_by_work(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(work=10) as show:
-        show.now("starting", 4)
-        show._since -= 20
-        show.now("still starting")
-        show.now("turn 1", 1)
-        show.now("turn 2", 1)
-    # 4 parts of 10 took 20 s, then 5 of 10 did.
-    assert capsys.readouterr().err.splitlines() == [
-        *("  starting", "  still starting"),
-        *("  turn 1 (about 30 s left)", "  turn 2 (about 20 s left)"),
-    ]
-
-
-def test_the_time_that_is_left_is_told_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(2) as show:
-        show._since -= 1000
-        show.begin("(a)", 10)
-        show._since -= 100
-        show.step("(a)", 5, "5/10")
-        show.done("half of (a)")
-        show.step("(a)", 10, "10/10")
-        show.end()
-        show.begin("(b)", 0)
-        show.done("(b) counts nothing")
-    said = [line.strip() for line in capsys.readouterr().err.splitlines()]
-    assert said == ["(a)", "half of (a) (about 5 min left)", "(b)", "(b) counts nothing (about 2 min left)"]
-
-
-def test_on_a_terminal_the_time_that_is_left_has_a_column(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(work=4) as show:
-        show.now("one", 2)
-        show._since -= 60
-        show.now("two", 2)
-        show._rows.refresh()
-    assert re.search(r"all of it .*about 60 s left", visible(capsys.readouterr().err))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(3, ""), (6, "about 5 s left"), (99, "about 100 s left"), (170, "about 3 min left"), (7300, "about 2.0 h left")],
-)
-def test_time_left_in_words(seconds: float, said: str) -> None:
-    assert time_left(time.monotonic() + seconds + 0.1) == said
 
 
 def test_on_a_terminal_a_long_text_is_cut(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from sglang_pd_radix.supplied import torch_layers
+
 LAYER = """
 import os
 from sglang.srt.layers.utils import multi_platform
@@ -23,18 +25,17 @@ print(Layer()(), os.environ.get("TRITON_F32_DEFAULT"))
 """
 
 
-@pytest.mark.parametrize(("switch", "found"), [("1", "torch ieee"), ("0", "cuda None"), ("", "cuda None")])
+@pytest.mark.parametrize(("switch", "found"), [("1", "torch ieee"), ("0", "cuda None")])
 def test_layers_run_in_torch_if_they_are_asked_to(switch, found):
-    run = started(switch)
+    env = {**os.environ, "SGLANG_TORCH_LAYERS": switch}
+    env.pop("TRITON_F32_DEFAULT", None)
+    run = subprocess.run([sys.executable, "-c", LAYER], capture_output=True, text=True, env=env, timeout=100)
     assert run.stdout.split("\n")[0] == found, run.stderr[-2000:]
 
 
-def test_any_other_value_is_refused():
-    run = started("off")
-    assert run.returncode and "ValueError: SGLANG_TORCH_LAYERS is 'off': give 1" in run.stderr
-
-
-def started(switch):
-    env = {**os.environ, "SGLANG_TORCH_LAYERS": switch}
-    env.pop("TRITON_F32_DEFAULT", None)
-    return subprocess.run([sys.executable, "-c", LAYER], capture_output=True, text=True, env=env, timeout=100)
+def test_what_the_switch_can_be(monkeypatch):
+    monkeypatch.setenv(torch_layers.SWITCH, "")
+    assert not torch_layers.wanted()
+    monkeypatch.setenv(torch_layers.SWITCH, "off")
+    with pytest.raises(ValueError, match="SGLANG_TORCH_LAYERS is 'off': give 1"):
+        torch_layers.wanted()
