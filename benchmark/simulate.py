@@ -1,21 +1,31 @@
-"""A published PD deployment simulated around the real decode worker, at a scale that two cores cannot carry.
+"""A PD deployment simulated around the real decode worker, at a scale that two cores cannot carry.
 
 Decode's queues, tree, pool and allocator are the real ones; prefill, links, decode steps and clients are models on a
 simulated clock (``sim/times.py`` has their constants and where these come from). Slots of the pool are numbers only.
 
-    python benchmark/simulate.py            # exits with 1 where what was published does not come out
-    python benchmark/simulate.py --set pool=1000000 --set times.step=0.03
+    python benchmark/simulate.py                                       # published, g and h in all modes
+    python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
+    python benchmark/simulate.py --workload g --set g.rate=16 --slo ttft=2400,itl=12   # and who keeps a promise, in ms
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
-order of arrival, as published; ``new`` the defaults. ``--set`` changes a size of the workload or a constant of time.
-Outcomes, their gates and which constant is fitted to which are in ``sim/published.py``.
+order of arrival, ``new`` the defaults. ``local``, if it is named, is ``new`` with short remainders computed on decode
+(``sim/local.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of time (``times.step=``) or an
+argument of the decode server (``args.NAME=``).
+
+    python benchmark/simulate.py --check            # what was published against what is simulated; exits with 1 where a
+                                                    # gate closes
+
+Outcomes, their gates and which constant is fitted to which are in ``sim/published.py``, where constants come from in
+``sim/times.py``. Any run of ``published`` in modes off and today is checked like this.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +35,13 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
+from sim.figures import kept  # noqa: E402
 from sim.gates import closed, report  # noqa: E402
-from sim.workload import Published  # noqa: E402
+from sim.kinds import KINDS, fields_of  # noqa: E402
+from sim.published import OFF, ON  # noqa: E402
+
+from sglang_pd_radix.errors import PdRadixError  # noqa: E402
+from sglang_pd_radix.tools.bench.goodput import Slo  # noqa: E402
 
 ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
 # What each mode asks of the decode server.
@@ -34,58 +49,133 @@ MODES: dict[str, dict[str, Any]] = {
     "off": {ADMISSION: "prefix", OVERTAKEN: 32},
     "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
     "new": {ADMISSION: "prefix", OVERTAKEN: 32},
+    "local": {ADMISSION: "prefix", OVERTAKEN: 32, "disaggregation_decode_local_prefill": "auto"},
 }
+DEFAULT_MODES = ("off", "today", "new")
 
 
-def simulate(mode: str, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """The figures of a run in one mode. settings: ``NAME=VALUE``. Raises ValueError naming one that there is not."""
-    sizes = Published()
-    constants: dict[str, str] = {}
+def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None = None) -> dict[str, Any]:
+    """Run one workload in one mode; returns the figures, with ``slo`` also the parts of requests that keep it.
+
+    Raises ValueError naming a setting that there is not.
+    """
+    sizes, options, constants = KINDS[key](), dict(MODES[mode]), {}
     for setting in settings:
         name, _, value = setting.partition("=")
-        group, dot, field = name.rpartition(".")
-        if group == "times":
+        group, _, field = name.partition(".")
+        if group == "args":
+            options[field] = _parsed(value)
+        elif group == "times":
             constants[field] = value
-        elif dot or not hasattr(sizes, name):
+        elif group not in KINDS or field not in fields_of(KINDS[group]()):
             raise ValueError(f"--set {setting}: there is no such size")
-        else:
-            setattr(sizes, name, type(getattr(sizes, name))(value))
+        elif group == key:
+            setattr(sizes, field, fields_of(sizes)[field](value))
     workload = sizes.make()
     for field, value in constants.items():
         if not hasattr(workload.times, field):
             raise ValueError(f"--set times.{field}: there is no such constant")
         setattr(workload.times, field, type(getattr(workload.times, field))(value))
-    return {"mode": mode, **Deployment(workload, mode == "off", MODES[mode]).run()}
+    began = time.process_time()
+    deployment = Deployment(workload, mode == "off", options)
+    figures = deployment.run()
+    if slo is not None:
+        figures["kept"] = kept(deployment.records, slo.ttft_s, slo.itl_s)
+    return {"workload": key, "mode": mode, **figures, "cpu_seconds": time.process_time() - began}
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
+def _parsed(value: str) -> int | float | str:
+    """An argument of the server as its parser would have it."""
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def line(figures: dict[str, Any]) -> str:
+    """One run in one line, for trying things out."""
+    f = figures
+    swing = "{:.0f} to {:.0f}".format(*f["running_swing"])
+    return (
+        f"{f['workload']:9} {f['mode']:6} {f['requests_per_s']:7.2f} req/s  "
+        f"TTFT p50 {f['ttft_p50']:.3f} p99 {f['ttft_p99']:.3f} max {f['ttft_max']:.3f} s  "
+        f"ITL {1e3 * f['itl_mean']:.1f} ms  sent/least {f['sent_over_least']:.2f}  hit {f['hit']:.2f}  "
+        f"running {f['mean_running']:.1f} "
+        f"({swing}, peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
+        f"held {f['mean_held']:.0f} (peak {f['peak_held']})  retracted {f['retracted']}  "
+        f"prefill busy {f['prefill_busy']:.2f}  [{f['cpu_seconds']:.1f} s CPU]"
+        + "".join(f"  {name} {part:.0%}" for name, part in f.get("kept", {}).items())
+    )
+
+
+def published_runs(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The runs of ``published`` by mode, if it was run in both that were published; else none."""
+    runs = {f["mode"]: f for f in results if f["workload"] == "published" and f["mode"] in (OFF, ON)}
+    return runs if len(runs) == 2 else {}
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
     """All runs as Markdown."""
     rows = [
-        "| mode | requests/s | / off | TTFT p50, s | p99 | ITL mean, ms | sent / least | hit "
-        "| running, mean (peak) | tokens held, mean (peak) | retracted | prefill busy |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| workload | mode | requests/s | / off | TTFT p50, s | p99 | ITL mean, ms | sent / least "
+        "| running, mean (peak) | tokens held, mean (peak) | retracted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for f in runs:
+    for f in results:
+        off = [o["requests_per_s"] for o in results if o["workload"] == f["workload"] and o["mode"] == "off"]
+        ratio = f"{f['requests_per_s'] / off[0]:.2f}" if off else ""
         rows.append(
-            f"| {f['mode']} | {f['requests_per_s']:.2f} | {f['requests_per_s'] / runs[0]['requests_per_s']:.2f} "
+            f"| {f['workload']} | {f['mode']} | {f['requests_per_s']:.2f} | {ratio} "
             f"| {f['ttft_p50']:.3f} | {f['ttft_p99']:.3f} | {1e3 * f['itl_mean']:.1f} | {f['sent_over_least']:.2f} "
-            f"| {f['hit']:.2f} | {f['mean_running']:.1f} ({f['peak_running']}) "
-            f"| {f['mean_held']:,.0f} ({f['peak_held']:,}) | {f['retracted']} | {f['prefill_busy']:.2f} |"
+            f"| {f['mean_running']:.1f} ({f['peak_running']}) | {f['mean_held']:,.0f} ({f['peak_held']:,}) "
+            f"| {f['retracted']} |"
         )
     return "\n".join(rows)
 
 
+def _slo(text: str) -> Slo:
+    try:
+        return Slo.parse(text)
+    except PdRadixError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main() -> int:
     """Simulate, print the tables, return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--workload", default="published,g,h", metavar="KEY,...", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--modes", default=",".join(DEFAULT_MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--check", action="store_true", help="the published run and its gates, nothing else")
+    parser.add_argument("--slo", type=_slo, metavar="ttft=MS,itl=MS", help="say which parts of requests keep this")
     args = parser.parse_args()
-    try:
-        runs = {mode: simulate(mode, args.settings) for mode in MODES}
-    except ValueError as error:
-        parser.error(str(error))
-    print(f"{report(runs)}\n\n{table(list(runs.values()))}")
-    return 1 if closed(runs) else 0
+    if args.check:
+        args.workload, args.modes = "published", f"{OFF},{ON}"
+    keys, modes = args.workload.split(","), args.modes.split(",")
+    for asked, known in ((keys, KINDS), (modes, MODES)):
+        if unknown := set(asked) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    results: list[dict[str, Any]] = []
+    # The published run comes first.
+    for key in sorted(keys, key=lambda key: key != "published"):
+        for mode in modes:
+            try:
+                results.append(simulate(key, mode, args.settings, args.slo))
+            except ValueError as error:
+                parser.error(str(error))
+            print(line(results[-1]), file=sys.stderr, flush=True)
+    runs = published_runs(results)
+    if runs:
+        print(report(runs) + "\n")
+    if not args.check:
+        print(table(results))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as out:
+            json.dump(results, out, indent=1)
+    return 1 if runs and closed(runs) else 0
 
 
 if __name__ == "__main__":

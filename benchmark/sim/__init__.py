@@ -1,7 +1,7 @@
 """A discrete-event simulation of a PD deployment around the real decode worker; see ``simulate.py``.
 
-``times``: how long things take. ``workload``: what is asked. ``events``: the clock. ``prefill``: prefill workers and
-links, which are models. ``decode``: the decode worker, whose queues, tree, pool and allocator are the real ones.
-``deployment``: all of them together, with clients. ``figures``: what came of it. ``published``, ``gates``: what was
-published of the run, and whether it comes out.
+``times``: how long things take. ``workload``, ``scale`` and ``kinds``: what is asked. ``events``: the clock.
+``prefill``: prefill workers and links, which are models. ``decode``: the decode worker, whose queues, tree, pool and
+allocator are the real ones. ``deployment``: all of them together, with routers and clients. ``figures``: what came of
+it.
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from decode_worker import DecodeWorker, Queue
@@ -18,16 +18,27 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import alloc_token_slots, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sim.events import Clock
 from sim.figures import Gauges, Record
+from sim.local import SimulatedSteps
 from sim.prefill import Job, Link, Prefill
-from sim.workload import Request, Workload
+from sim.steps import step_time, tokens_read
+from sim.workload import SPAN, Request, Workload
 
 # What the engine frees for each other request when it retracts one.
 RETRACT_STEPS = 20
 UNIQUE = itertools.count(1)
+
+
+class Step(NamedTuple):
+    """What the gate asks of a batch whose result has come."""
+
+    reqs: list[Req]
+    forward_mode: ForwardMode = ForwardMode.DECODE
+    global_num_tokens: None = None
 
 
 class Receiver:
@@ -83,6 +94,13 @@ class Receiver:
     def conclude_state(self, state: int) -> None:
         self.state = state
 
+    def end(self) -> None:
+        """Nothing is asked of prefill: decode computes the prompt."""
+        record = self.record
+        record.admitted = self.worker.clock.now
+        record.prefix_len = min((self.req.transfer_prefix_len or 0) * self.worker.scale, record.request.length)
+        self.worker.asked(record)
+
     def failure_exception(self) -> None:
         raise RuntimeError("failed in the simulation")
 
@@ -102,6 +120,11 @@ class SimulatedQueue(Queue):
     """The real queue; its receivers are those of the simulation."""
 
     worker: SimulatedDecode
+
+    def pace(self, most: int) -> None:
+        """Admit no more than ``most`` requests before they decode."""
+        room, transfer = self.admission.deltas.room, self.transfer_queue
+        self.admission.deltas.room = lambda: min(room(), max(0, most - len(transfer.queue)))
 
     def _create_receiver_and_enqueue(self, req: Req) -> DecodeRequest:
         record = self.worker.records[req.rid]
@@ -124,14 +147,15 @@ class SimulatedDecode(DecodeWorker):
         off: bool,
         options: Mapping[str, Any],
         *,
+        longest: int,
         prefill_of: Callable[[Request], Prefill],
         asked: Callable[[Record], None],
         finished: Callable[[Record], None],
+        name: str,
     ):
         self.clock, self.times, self.off, self.scale = clock, workload.times, off, workload.scale
-        self.prefill_of, self.asked, self.finished = prefill_of, asked, finished
+        self.prefill_of, self.asked, self.finished, self.name = prefill_of, asked, finished, name
         self.max_running = workload.max_running
-        longest = max(request.length + request.answer for request in workload.requests)
         size = workload.pool // workload.scale // workload.page * workload.page
         super().__init__(
             size,
@@ -144,12 +168,18 @@ class SimulatedDecode(DecodeWorker):
             options=options,
         )
         self.queue.worker = self
+        if workload.pace and not off:
+            self.queue.pace(workload.pace)
+        # What holds requests back, if an ITL is promised; and whether prefill has the same cores and computes.
+        self.gate = next((limit.__self__.gate for limit in self.transfer.hooks.limit), None)
+        self.beside: Callable[[], bool] = lambda: False
         # There is no memory behind the slots, so nothing is copied when a request is retracted or resumed.
         self.allocator.get_cpu_copy = lambda indices: []
         self.allocator.load_cpu_copy = lambda kv_cache_cpu, indices: None
         self.allocator.get_kvcache().cpu_offloading_chunk_size = 1
         self.links: dict[str, Link] = {}
         self.records: dict[str, Record] = {}
+        self.local = None if self.transfer.local is None else SimulatedSteps(self, self.transfer.local)
         self.gauges = Gauges()
         self._ids = itertools.count(1)
         # A stride: decode steps without a look at the queues.
@@ -158,9 +188,20 @@ class SimulatedDecode(DecodeWorker):
         self._steps = 0
         self._ticking = False
 
+    def _scheduler_stand_in(self, args: SimpleNamespace, *rest: Any) -> SimpleNamespace:
+        """Adds what the gate asks of the model: whether steps read what is shared once."""
+        made = super()._scheduler_stand_in(args, *rest)
+        made.tp_worker.model_runner.attn_backend = SimpleNamespace(shares_prefixes=bool(self.times.shares))
+        return made
+
+    @property
+    def load(self) -> int:
+        """Requests that it has and has not finished."""
+        return len(self.records)
+
     def arrive(self, request: Request) -> Record:
         n = next(self._ids)
-        rid = f"decode-{n}"
+        rid = f"{self.name}-{n}"
         record = self.records[rid] = Record(request, self.clock.now)
         prompt = request.slots(self.scale, UNIQUE)
         # As many slots as the answer takes, and its last token, which takes none.
@@ -203,23 +244,43 @@ class SimulatedDecode(DecodeWorker):
         if version != self._version:
             return
         steps, self._steps = self._steps, 0
+        if self.local is not None:
+            self.local.decoded(steps)
+        self.gauges.decoded += steps * len(self.running)
         self._grow(steps)
-        for req in [r for r in self.running if self.records[r.rid].tokens >= self.records[r.rid].request.answer]:
+        ended = [r for r in self.running if self.records[r.rid].tokens >= self.records[r.rid].request.answer]
+        for req in ended:
             req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+        if self.gate is not None:
+            self.gate.note_step(Step(self.running), None, self.clock.now)
+        for req in ended:
             self._finish(req)
         self._tick()
 
+    def _end_local(self) -> None:
+        assert self.local is not None
+        self.local.end()
+        self._tick()
+
     def _tick(self) -> None:
-        """A look at the queues, the prebuilt batch, and the next decode steps."""
+        """A look at the queues, the prebuilt batch, and the next decode steps, or one over prompts."""
+        if self.local is not None and self.local.under_way:
+            return
         self._ticking = False
         self._look()
         self.gauges.take(self)
-        if self.running:
-            records = [self.records[req.rid] for req in self.running]
+        seconds = None if self.local is None else self.local.begin()
+        if seconds is not None:
+            self._ticking = True
+            self.clock.after(seconds, self._end_local)
+        elif self.running:
+            left = min([self.records[r.rid].request.answer - self.records[r.rid].tokens for r in self.running])
             self._began = self.clock.now
-            self._step = self.times.decode_step(len(records), sum(r.request.length + r.tokens for r in records))
-            self._stride(min([self.times.stride, *(r.request.answer - r.tokens for r in records)]))
+            self._step = step_time(self, len(self.running), tokens_read(self))
+            self._stride(1 if self.gate is not None else min(left, self.times.stride))
         elif self.records:
+            if self.gate is not None:
+                self.gate.idle()
             self._ticking = True
             self.clock.after(self.times.poll, lambda: self._tick() if self._ticking else None)
 
@@ -235,14 +296,17 @@ class SimulatedDecode(DecodeWorker):
         ready, self.scheduler.waiting_queue = self.waiting[:room], self.waiting[room:]
         for req in ready:
             req.init_next_round_input(self.tree)
-            self._begin_answer(req)
+            self.begin_answer(req, req.output_ids)
 
-    def _begin_answer(self, req: Req) -> None:
-        """``req`` has its prompt's KV and its first token, and decodes from now on."""
+    def begin_answer(self, req: Req, first: Sequence[int]) -> None:
+        """``req`` has its prompt's KV and its first token, and decodes from now on. first: what stands for that."""
         record = self.records[req.rid]
+        req.output_ids = list(first)
         if record.first is None:
             record.first = self.clock.now
             record.tokens = 1
+            # The metadata buffer has 32 bits for it.
+            req.output_ids[0] = record.request.answer_key * SPAN
         if record.tokens >= record.request.answer:
             self._release(req)
         else:
@@ -289,7 +353,9 @@ class SimulatedDecode(DecodeWorker):
                 self.pool.write((req.req_pool_idx, slice(start, start + new)), slots[taken : taken + new])
                 taken += new
             req.kv_committed_len = req.kv_allocated_len = end
-            req.output_ids.extend(range(len(req.output_ids), end - len(req.origin_input_ids) + 1))
+            answered = end - len(req.origin_input_ids) + 1
+            first = self.records[req.rid].request.answer_key * SPAN
+            req.output_ids.extend(range(first + len(req.output_ids), first + answered))
         for record in records:
             record.tokens += steps
 

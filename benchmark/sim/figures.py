@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,9 @@ from sim.workload import Request
 
 if TYPE_CHECKING:
     from sim.decode import SimulatedDecode
+
+# Points that are kept of what a worker held over time.
+SERIES = 200
 
 
 @dataclass(eq=False)
@@ -43,30 +47,54 @@ class Record:
         return (self.done - self.first) / (self.request.answer - 1)
 
 
+# By whether a request is late, and whether its tokens are slow.
+PROMISES = {
+    (False, False): "both",
+    (True, False): "ttft missed",
+    (False, True): "itl missed",
+    (True, True): "both missed",
+}
+
+
+def kept(records: Sequence[Record], ttft_s: float, itl_s: float) -> dict[str, float]:
+    """The parts of the measured requests that keep both promises, miss one of them, or miss both."""
+    parts = dict.fromkeys(PROMISES.values(), 0.0)
+    done = [r for r in records if r.request.measured and r.request.answer > 1]
+    for r in done:
+        parts[PROMISES[r.ttft > ttft_s, r.itl > itl_s]] += 1 / len(done)
+    return parts
+
+
 @dataclass
 class Gauges:
-    """What the decode worker held, looked at before each stride, and means over time. series: (seconds, running)."""
+    """What one decode worker held, looked at before each stride, and its means over time."""
 
     retracted: int = 0
+    decoded: int = 0
     peak_running: int = 0
     peak_held: int = 0
+    peak_queued: int = 0
     running_time: float = 0.0
     held_time: float = 0.0
-    series: list[tuple[float, int]] = field(default_factory=list)
-    at: float = 0.0
-    _last: tuple[int, int] = (0, 0)
+    moving_time: float = 0.0
+    series: list[tuple[float, int, int, int, int]] = field(default_factory=list)
+    _at: float = 0.0
+    _last: tuple[int, int, int] = (0, 0, 0)
 
     def take(self, worker: SimulatedDecode) -> None:
         now = worker.clock.now
-        running, held = self._last
-        self.running_time += running * (now - self.at)
-        self.held_time += held * (now - self.at)
-        running = len(worker.running)
+        running, held, moving = self._last
+        passed = now - self._at
+        self.running_time += running * passed
+        self.held_time += held * passed
+        self.moving_time += moving * passed
+        running, moving, queued = len(worker.running), len(worker.transfer.queue), len(worker.queue.queue)
         held = (worker.size - worker.allocator.available_size() - worker.tree.evictable_size()) * worker.scale
-        self.at, self._last = now, (running, held)
+        self._at, self._last = now, (running, held, moving)
         self.peak_running = max(self.peak_running, running)
         self.peak_held = max(self.peak_held, held)
-        self.series.append((now, running))
+        self.peak_queued = max(self.peak_queued, queued)
+        self.series.append((now, running, moving, queued, held))
 
 
 class Least:
@@ -87,36 +115,77 @@ class Least:
         self._held.update(full)
         return lacking
 
+    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """It has the slots of ``answer`` to ``prompt``, but for the last, whose last token has no KV."""
+        self._held.update([*prompt, *answer[:-1]][self.page - 1 :: self.page])
 
-def steady(series: Sequence[tuple[float, int]]) -> float:
+
+def steady(series: Sequence[tuple[float, int, int, int, int]]) -> float:
     """The median of what runs in the middle half of the time: neither cold nor coming to its end."""
     end = series[-1][0] if series else 0.0
-    return percentile([running for at, running in series if end / 4 <= at <= 3 * end / 4], 50)
+    return percentile([running for at, running, *_ in series if end / 4 <= at <= 3 * end / 4], 50)
 
 
-def summary(records: Sequence[Record], least_pages: int, gauges: Gauges) -> dict[str, Any]:
-    """The figures of a run. least_pages: pages that had to be sent."""
-    assert records and all(r.done is not None for r in records)
-    seconds = max(r.done or 0.0 for r in records)
-    ttfts = [r.ttft for r in records]
-    itls = [r.itl for r in records if r.request.answer > 1]
-    sent = sum(r.sent_pages for r in records)
+def swing(series: Sequence[tuple[float, int, int, int, int]]) -> tuple[float, float]:
+    """Between which two numbers what runs is for nine tenths of the middle half of the time."""
+    end = series[-1][0] if series else 0.0
+    middle = [
+        (running, until - at)
+        for (at, running, *_), (until, *_) in itertools.pairwise(series)
+        if end / 4 <= at <= 3 * end / 4
+    ]
+    return weighted(middle, 0.05), weighted(middle, 0.95)
+
+
+def weighted(values: Sequence[tuple[float, float]], part: float) -> float:
+    """The value below which ``part`` of the weights is. values: each with its weight."""
+    left = part * sum(weight for _, weight in values)
+    for value, weight in sorted(values):
+        left -= weight
+        if left <= 0:
+            return value
+    return 0.0
+
+
+def summary(records: Sequence[Record], least_pages: int, began: float, gauges: Sequence[Gauges]) -> dict[str, Any]:
+    """The figures of the measured requests. least_pages: pages that had to be sent for them.
+
+    Means and peaks of what is running, in transfer, queued and held are those of one decode worker.
+    """
+    done = [r for r in records if r.request.measured]
+    assert done and all(r.done is not None for r in done)
+    end = max(r.done or 0.0 for r in done)
+    ttfts = [r.ttft for r in done]
+    itls = [r.itl for r in done if r.request.answer > 1]
+    span = end - began
+    sent = sum(r.sent_pages for r in done)
+    # Workers x seconds.
+    looked = sum(g._at for g in gauges)
     return {
-        "requests": len(records),
-        "seconds": seconds,
-        "requests_per_s": len(records) / seconds,
+        "requests": len(done),
+        "seconds": span,
+        "requests_per_s": len(done) / span,
         "ttft_p50": percentile(ttfts, 50),
         "ttft_p99": percentile(ttfts, 99),
-        "latency_p50": percentile([r.latency for r in records], 50),
+        "ttft_mean": sum(ttfts) / len(ttfts),
+        "ttft_max": max(ttfts),
+        "latency_p50": percentile([r.latency for r in done], 50),
         "itl_mean": sum(itls) / len(itls) if itls else 0.0,
+        "itl_p90": percentile(itls, 90) if itls else 0.0,
+        "ttft_p90": percentile(ttfts, 90),
         "pages_sent": sent,
         "pages_least": least_pages,
         "sent_over_least": sent / least_pages,
-        "hit": sum(r.prefix_len for r in records) / sum(r.request.length for r in records),
-        "peak_running": gauges.peak_running,
-        "steady_running": steady(gauges.series),
-        "mean_running": gauges.running_time / gauges.at,
-        "mean_held": gauges.held_time / gauges.at,
-        "peak_held": gauges.peak_held,
-        "retracted": gauges.retracted,
+        "hit": sum(r.prefix_len for r in done) / sum(r.request.length for r in done),
+        "peak_running": max(g.peak_running for g in gauges),
+        "steady_running": steady(gauges[0].series),
+        "running_swing": swing(gauges[0].series),
+        "mean_running": sum(g.running_time for g in gauges) / looked,
+        "mean_moving": sum(g.moving_time for g in gauges) / looked,
+        "peak_held": max(g.peak_held for g in gauges),
+        "mean_held": sum(g.held_time for g in gauges) / looked,
+        "retracted": sum(g.retracted for g in gauges),
+        "peak_queued": max(g.peak_queued for g in gauges),
+        # Of the first worker: seconds, running, in transfer, queued, tokens held.
+        "series": gauges[0].series[:: len(gauges[0].series) // SERIES + 1],
     }

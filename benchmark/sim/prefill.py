@@ -78,6 +78,8 @@ class Prefill:
         self.jobs: deque[Job] = deque()
         self.busy = False
         self.busy_time = 0.0
+        # Whether a decode worker with the same cores has a step under way.
+        self.beside: Callable[[], bool] = lambda: False
 
     def add(self, job: Job) -> None:
         job.sent = job.prefix_len
@@ -103,6 +105,8 @@ class Prefill:
             return
         self.busy = True
         taken = self.times.prefill([(job.computed or 0, new) for job, new in batch])
+        if self.times.beside and self.beside():
+            taken *= 1 + self.times.beside
         self.busy_time += taken
         self.clock.after(taken, lambda: self._end(batch))
 

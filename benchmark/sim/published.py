@@ -27,16 +27,18 @@ class Outcome:
     """A figure that was published. published: of one run or two. read: the same of simulated runs.
 
     tolerance: how far beyond what was published, as a part of it. fits: the constant that was chosen by it; "": held
-    out.
+    out. same_as: the outcome that says the same in another unit; its gate, which knows both runs, is for both.
     """
 
     name: str
+    needs: tuple[str, ...]
     published: tuple[float, ...]
     unit: str
     read: Callable[[Runs], float]
     tolerance: float
     why: str
     fits: str = ""
+    same_as: str = ""
 
     def off_by(self, simulated: float) -> float:
         """How far ``simulated`` is beyond what was published, as a part of it, signed; 0 if it is between the runs."""
@@ -62,6 +64,7 @@ COURSE = "and any change of the course of a simulated run, such as a constant th
 OUTCOMES = (
     Outcome(
         "running at most, off",
+        (OFF,),
         (37,),
         "",
         _of(OFF, "peak_running"),
@@ -71,6 +74,7 @@ OUTCOMES = (
     ),
     Outcome(
         "requests/s, off",
+        (OFF,),
         (1.21, 1.2433),
         "1/s",
         _of(OFF, "requests_per_s"),
@@ -78,9 +82,10 @@ OUTCOMES = (
         CLOSE,
         fits="bandwidth",
     ),
-    Outcome("ITL mean, off", (0.0656, 0.06517), "s", _of(OFF, "itl_mean"), 0.05, CLOSE, fits="step"),
+    Outcome("ITL mean, off", (OFF,), (0.0656, 0.06517), "s", _of(OFF, "itl_mean"), 0.05, CLOSE, fits="step"),
     Outcome(
         "ITL mean, on",
+        (ON,),
         (0.1306, 0.13463),
         "s",
         _of(ON, "itl_mean"),
@@ -90,6 +95,7 @@ OUTCOMES = (
     ),
     Outcome(
         "TTFT p50, on",
+        (ON,),
         (9.0, 6.99333),
         "s",
         _of(ON, "ttft_p50"),
@@ -97,18 +103,20 @@ OUTCOMES = (
         "a short queue, the difference of large numbers: the two published runs are 29% apart",
         fits="operations",
     ),
-    Outcome("requests/s, on", (1.59, 1.6075), "1/s", _of(ON, "requests_per_s"), 0.08, f"{CLOSE}, {COURSE} 6%"),
+    Outcome("requests/s, on", (ON,), (1.59, 1.6075), "1/s", _of(ON, "requests_per_s"), 0.08, f"{CLOSE}, {COURSE} 6%"),
     Outcome(
         "requests/s, on / off",
+        (OFF, ON),
         (1.59 / 1.21, 1.6075 / 1.2433),
         "x",
         _ratio,
         0.10,
         "of two figures that may be off by 5% and 8%: the root of the sum of the squares",
     ),
-    Outcome("TTFT p50, off", (73.2, 71.9407), "s", _of(OFF, "ttft_p50"), 0.05, CLOSE),
+    Outcome("TTFT p50, off", (OFF,), (73.2, 71.9407), "s", _of(OFF, "ttft_p50"), 0.05, CLOSE),
     Outcome(
         "latency p50, off",
+        (OFF,),
         (98.04979,),
         "s",
         _of(OFF, "latency_p50"),
@@ -117,6 +125,7 @@ OUTCOMES = (
     ),
     Outcome(
         "latency p50, on",
+        (ON,),
         (70.66968,),
         "s",
         _of(ON, "latency_p50"),
@@ -125,10 +134,33 @@ OUTCOMES = (
     ),
     Outcome(
         "running steadily, on",
+        (ON,),
         (104, 126),
         "",
         _of(ON, "steady_running"),
         0.05,
         "a range that was read off a log",
     ),
+    Outcome(
+        "tokens answered/s, off",
+        (OFF,),
+        (441.87,),
+        "1/s",
+        lambda runs: 355.4 * runs[OFF]["requests_per_s"],
+        0.0,
+        "",
+        same_as="requests/s, off",
+    ),
+    Outcome(
+        "tokens answered/s, on",
+        (ON,),
+        (571.30,),
+        "1/s",
+        lambda runs: 355.396 * runs[ON]["requests_per_s"],
+        0.0,
+        "",
+        same_as="requests/s, on",
+    ),
+    Outcome("duration, off", (OFF,), (804.31,), "s", _of(OFF, "seconds"), 0.0, "", same_as="requests/s, off"),
+    Outcome("duration, on", (ON,), (622.08,), "s", _of(ON, "seconds"), 0.0, "", same_as="requests/s, on"),
 )

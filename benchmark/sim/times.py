@@ -10,7 +10,7 @@ All times in seconds, tokens are the model's (of which one simulated slot may st
 **Link**, one for each pair of a prefill and a decode worker, one transfer after the other, each chunk when it has been
 computed = bytes / ``bandwidth``, and ``latency`` until decode knows of it.
 
-The derivation of the constants is with them.
+The derivation of each set of constants is with it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Times:
     handshake: from arrival at decode until the peers know each other. message: decode's metadata on its way to prefill.
     poll: how often an idle decode worker looks at its queues. stride: decode steps taken between two looks at a queue
     in which nothing happens meanwhile; 1 is exact. prefill_cache: tokens that the cache of each prefill worker holds.
+    shares: 1 where a step reads once what several of its requests share. step_merge: seconds of such a step for each
+    request that shares, whose parts are put together. beside: by which part a decode step takes longer while a prefill
+    computes, and the other way round, where they have the same cores. computed: of a step over prompts on decode, what
+    it takes whatever it computes; 0: as a decode step.
     """
 
     step: float
@@ -42,10 +46,18 @@ class Times:
     poll: float
     stride: int
     prefill_cache: int
+    shares: int = 0
+    step_merge: float = 0.0
+    beside: float = 0.0
+    computed: float = 0.0
 
     def decode_step(self, requests: int, tokens: int) -> float:
         """Seconds of one decode step of ``requests`` requests that read ``tokens`` tokens of KV together."""
         return self.step + self.step_request * requests + self.step_token * tokens
+
+    def extend(self, spans: list[tuple[int, int]]) -> float:
+        """Seconds of a step over prompts on decode, which reads the weights as any step. spans: as in `prefill`."""
+        return (self.computed or self.step) + self.prefill(spans) - self.batch
 
     def prefill(self, spans: list[tuple[int, int]]) -> float:
         """Seconds of one prefill batch. spans: (tokens before, new tokens) of each request in it."""
@@ -96,4 +108,68 @@ def published() -> Times:
         poll=0.05,
         stride=4,
         prefill_cache=1_980_000,
+        # Two partial results of 64 heads x 128, float32, in each of 64 layers, half of them on each GPU, at the 8.5 ps
+        # for a byte that an H100 took (docs/evidence.md#h100-2026-11-23).
+        step_merge=2 * 64 * 64 * 128 * 4 / 2 * 8.5e-12,
+    )
+
+
+def this_machine() -> Times:
+    """Two CPU cores, the small model of ``pd-radix bench`` (docs/evidence.md#benchmark-2026-11-23).
+
+    One worker of each kind.
+
+    * ``step`` and ``step_request``: workload (a), mean ITL 4.3 ms with 8.3 requests answered at a time and 7.2 ms with
+      20.3; attention then went through requests one by one (`torch_native`), so their tokens count little.
+    * ``token``: workload (e), 41 prompts of 384 tokens a second, 14.5 ms of prefill's CPU time each. ``batch``: of the
+      74 ms that are TTFT p50 in (a), most is waiting for schedulers that share the cores.
+    * ``latency``: 2.4 to 5.3 ms for one transfer (docs/evidence.md#transfers-2026-11-21) and a look at the queue.
+
+    Prefill and decode share the cores there and do not here.
+    """
+    return Times(
+        step=0.0023,
+        step_request=0.00023,
+        step_token=5e-9,
+        batch=0.012,
+        token=30e-6,
+        attention=1e-9,
+        chunk=8192,
+        bandwidth=1e9,
+        latency=0.006,
+        kv_bytes=256,
+        handshake=0.01,
+        message=0.003,
+        poll=0.002,
+        stride=1,
+        prefill_cache=131072,
+    )
+
+
+def one_gpu() -> Times:
+    """One H100 that prefill and decode share, a model of 0.94 billion parameters (docs/evidence.md#h100-2026-11-26).
+
+    * ``step``, ``step_request``: workload (a), ITL 2.2 ms with 21 and 3.4 with 57 running; (c), 1.5 ms with few.
+    * ``computed``, and ``batch`` like it: a step over prompts, 15 to 18 ms whatever little it computes.
+    * ``handshake`` and the like: TTFT p50 in (c) is 51 ms with local prefill, of which such a step is a third.
+    * ``token`` (2 operations for each parameter at a third of the GPU's) and ``beside``: assumed.
+    """
+    return Times(
+        step=0.0014,
+        step_request=0.00003,
+        step_token=0.0,
+        batch=0.016,
+        token=6e-6,
+        attention=0.0,
+        chunk=8192,
+        bandwidth=2e10,
+        latency=0.01,
+        kv_bytes=65536,
+        handshake=0.03,
+        message=0.005,
+        poll=0.001,
+        stride=1,
+        prefill_cache=400_000,
+        beside=0.5,
+        computed=0.016,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
 
@@ -40,6 +40,7 @@ def test_the_demo_shows_what_a_user_feels(backend, tmp_path):
     assert re.search(r"beside 2 clients .* s off, .* s on, .* s local", shown)
 
 
+@pytest.mark.thorough
 def test_the_headline_can_be_reproduced(tmp_path):
     (command,) = re.findall(r"^    pd-radix (bench .*)$", README, re.MULTILINE)
     pd_radix(*shlex.split(command), "--runs", "1", "--work-dir", str(tmp_path / "report"))
