@@ -17,7 +17,7 @@ import torch
 from decode_worker import DecodeWorker, make_window_pool
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_prefix import check_decode_prefix, pages
+from sglang.srt.disaggregation.decode_radix.prefix import check_decode_prefix, pages
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache

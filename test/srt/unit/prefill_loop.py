@@ -18,8 +18,9 @@ import test_nixl_wire as nixl_wire
 import torch
 import zmq
 from decode_worker import make_allocator
-from sglang.srt.disaggregation import decode_agreement, utils
 from sglang.srt.disaggregation import prefill as queues
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.decode_radix import tp_agreement
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
@@ -247,7 +248,7 @@ class PrefillLoop:
             # An extra may have put something around it.
             if module.poll_and_all_reduce_attn_cp_tp_group is engines:
                 monkeypatch.setattr(module, "poll_and_all_reduce_attn_cp_tp_group", self.ranks.poll)
-        monkeypatch.setattr(decode_agreement, "told_by_all", lambda own, group: self.ranks.gather(own))
+        monkeypatch.setattr(tp_agreement, "told_by_all", lambda own, group: self.ranks.gather(own))
         self.before: Callable[[PrefillScheduler], None] = lambda scheduler: None
         self.during: Callable[[PrefillScheduler], None] = lambda scheduler: None
         self.schedulers = [PrefillScheduler(self, rank) for rank in range(ranks)]

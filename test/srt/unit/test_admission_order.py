@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 from decode_world import World, asked, queue, sent
 from ranks import assert_same
-from sglang.srt.disaggregation.admission_step import Admission
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES
-from sglang.srt.disaggregation.decode_schedule import Schedule
+from sglang.srt.disaggregation.decode_radix.admission import Admission
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy
+from sglang.srt.disaggregation.decode_radix.schedule import Schedule
+from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, NodeWatches
 from test_traps import Rank, serve, serve_to_end, tokens
 

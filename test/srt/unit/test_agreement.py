@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_world import World
-from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike
+from sglang.srt.disaggregation.decode_radix import tp_agreement
+from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES, SHARED_FIGURES, WINDOW, agree, are_alike
 from test_traps import serve_to_end, tokens
 
 SHARED = [7, 2**40, 0, 3, 1, 0, 9]
@@ -30,7 +30,7 @@ class Ranks:
         self._rank = threading.local()
         self.given: dict[int, torch.Tensor] = {}
         here = SimpleNamespace(all_reduce=self._all_reduce, get_rank=lambda group: self._rank.number)
-        monkeypatch.setattr(decode_agreement, "dist", SimpleNamespace(**vars(here), ReduceOp=dist.ReduceOp))
+        monkeypatch.setattr(tp_agreement, "dist", SimpleNamespace(**vars(here), ReduceOp=dist.ReduceOp))
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any, group: Any) -> None:
         assert op == dist.ReduceOp.MIN and group == "group"

@@ -10,8 +10,8 @@ import torch
 from engine_classes import engine_class
 from overlapped_loop import Loop, LoopEnds, LoopScheduler, next_token
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.decode_radix.commit import note_transfer
 from sglang.srt.disaggregation.decode_radix.hooks import NO_EVENTS
-from sglang.srt.disaggregation.transfer_commit import note_transfer
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from decode_world import World, aborted, queue
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
-from sglang.srt.disaggregation.decode_admission import QueueEntry
-from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory, Uses
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.adder import Added, DecodeAdder
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory, Uses
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_traps import tokens
 

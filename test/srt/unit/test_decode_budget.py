@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.decode_budget import (
+from sglang.srt.disaggregation.decode_radix.budget import (
     AdmissionPlan,
     Budget,
     Lengths,

@@ -29,10 +29,10 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver, MooncakeKVSender
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver, NixlKVSender
-from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, TransferBackend
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
@@ -46,7 +46,7 @@ from sglang_pd_radix.tools.cluster import free_ports
 CODE = vars(prefill_peers)
 ENGINE_MANAGER = common.__pd_radix__["originals"]["CommonKVManager"]
 # What the queues have others do for them.
-PARTS_OF_QUEUES = re.compile(r"sglang\.srt\.disaggregation\.(decode_\w+|admission_step|prefill_delta)$")
+PARTS_OF_QUEUES = re.compile(r"sglang\.srt\.disaggregation\.(decode_\w+|decode_radix\.\w+)$")
 PAGE, CHUNK = 4, 3
 PREFILL_SLOT, STATE_SLOTS = 2, 6
 KINDS = {

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from decode_world import World
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.disaggregation.decode_budget import live_reqs
-from sglang.srt.disaggregation.decode_rows import KeptRows
+from sglang.srt.disaggregation.decode_radix.budget import live_reqs
+from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
 from test_traps import serve, tokens
 
 

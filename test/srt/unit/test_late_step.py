@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation.step_in_flight import StepInFlight, find_step_in_flight
+from sglang.srt.disaggregation.decode_radix.overlap_guard import StepInFlight, find_step_in_flight
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, ScheduleBatch
 
 # Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.

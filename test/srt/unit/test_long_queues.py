@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from decode_world import World, queue
 from overlapped_loop import Loop
-from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
-from sglang.srt.disaggregation.decode_agreement import WINDOW
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.observability.metrics_collector import QueueCount

@@ -26,8 +26,8 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
-from sglang.srt.disaggregation.decode_prefix import pages
 from sglang.srt.disaggregation.decode_radix.hooks import Events
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
 from sglang.srt.disaggregation.mooncake.conn import (

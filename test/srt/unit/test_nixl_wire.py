@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.nixl.conn import (
     NixlKVManager,

@@ -20,7 +20,7 @@ from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, NotTrusted, PrefillPeers, parse_capabilities
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
 

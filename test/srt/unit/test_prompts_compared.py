@@ -17,9 +17,9 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import parse_capabilities
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 

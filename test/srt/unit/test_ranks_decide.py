@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from decode_world import World, queue
 from ranks import assert_same
-from sglang.srt.disaggregation.decode_agreement import DISAGREEMENTS
+from sglang.srt.disaggregation.decode_radix.tp_agreement import DISAGREEMENTS
 from test_traps import Rank, serve_to_end, tokens
 
 

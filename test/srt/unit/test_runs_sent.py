@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
-from sglang.srt.disaggregation.decode_prefix import count_runs
+from sglang.srt.disaggregation.decode_radix.prefix import count_runs
 
 
 @pytest.mark.parametrize(

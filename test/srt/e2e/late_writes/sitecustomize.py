@@ -39,9 +39,9 @@ def _patch(module):
 
     def late(scheduler, batch, *args):
         if os.environ.get("LATE_WRITES_FENCE") == "0":
-            from sglang.srt.disaggregation import step_in_flight
+            from sglang.srt.disaggregation.decode_radix import overlap_guard
 
-            step_in_flight.find_step_in_flight = lambda *args: None
+            overlap_guard.find_step_in_flight = lambda *args: None
         result = run_batch(scheduler, batch, *args)
         if batch.forward_mode.is_decode():
             before = getattr(scheduler, "late_step_before", None)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.utils import prepare_abort
 
 if TYPE_CHECKING:

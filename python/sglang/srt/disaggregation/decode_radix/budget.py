@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.mem_cache.state_kind import NO_NEED, NOTHING_KEPT, Kept, Need
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.disaggregation.decode_adder import Added, DecodeAdder
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
-from sglang.srt.disaggregation.decode_schedule import sources_of
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.adder import Added, DecodeAdder
+from sglang.srt.disaggregation.decode_radix.budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.schedule import sources_of
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_agreement import Ranks
-    from sglang.srt.disaggregation.decode_allocation import RequestMemory
+    from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
+    from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Events
-    from sglang.srt.disaggregation.decode_schedule import Agreed, Schedule
-    from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
-    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
+    from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 

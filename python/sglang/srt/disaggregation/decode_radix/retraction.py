@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL, Blocked
-from sglang.srt.disaggregation.decode_budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, Blocked
+from sglang.srt.disaggregation.decode_radix.budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_allocation import RequestMemory
+    from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
     from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Hooks
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_agreement import agreed_polls, is_alone
-from sglang.srt.disaggregation.decode_prefix import pages
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.prefix import pages
+from sglang.srt.disaggregation.decode_radix.tp_agreement import agreed_polls, is_alone
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import reserve

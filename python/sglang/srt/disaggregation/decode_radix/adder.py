@@ -9,12 +9,12 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
-    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
     from sglang.srt.disaggregation.decode_radix.hooks import Limit
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["Added", "DecodeAdder"]

@@ -13,12 +13,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
-from sglang.srt.disaggregation import step_in_flight
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.decode_radix import overlap_guard
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 
-CODE = vars(step_in_flight)
+CODE = vars(overlap_guard)
 
 # Small and long beside the pool, so that it is used up, and the same few tokens, so that they share prefixes.
 prompts = st.lists(st.integers(1, 2), min_size=4, max_size=16)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES, WINDOW, Agreement, Ranks, RankState
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES, WINDOW, Agreement, Ranks, RankState
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:

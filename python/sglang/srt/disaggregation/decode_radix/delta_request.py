@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation.common.wire import PROMPT
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
-from sglang.srt.disaggregation.decode_schedule import takes_prefix
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.schedule import takes_prefix
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["PrefillDeltas"]

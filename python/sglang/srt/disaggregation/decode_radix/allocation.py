@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_budget import AdmissionPlan
+    from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
