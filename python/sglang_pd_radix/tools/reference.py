@@ -446,7 +446,8 @@ def metrics(root: Path | None = None) -> list[Row]:
     The ``_total`` of a counter's name is the exporter's.
     """
     found: dict[tuple[str, str, str], str] = {}
-    for path in sorted((root or loader.patch_root()).rglob("*.py")):
+    root = root or loader.patch_root()
+    for path in sorted(path for path in root.rglob("*.py") if "tests" not in path.relative_to(root).parts):
         for node in ast.walk(syntax.parse(path.read_text(encoding="utf-8"), path)):
             if isinstance(node, ast.If):
                 only = "prefill" if "prefill" in ast.unparse(node.test) else "decode"
