@@ -131,36 +131,12 @@ class DecodeWorker:
         self.size, self.page_size, self.group = size, page_size, group
         args = server_args(page_size, options or {})
         set_global_server_args_for_scheduler(args)
-        window, window_tokens = windows or (None, size)
-        if windows is None:
-            self.allocator = make_allocator(size, page_size, kv)
-        else:
-            kv = kv or make_window_pool(page_size, page_size, page_size)
-            self.allocator = SWATokenToKVPoolAllocator(
-                size, window_tokens, page_size, torch.float32, "cpu", kv, need_sort=True
-            )
-            if tree_type is DecodeRadixCache:
-                # Of an extra.
-                from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
-
-                tree_type = WindowRadixCache
+        window_tokens = windows[1] if windows else size
         if states is None:
             self.pool = DecodeReqToTokenPool(max_reqs, max_len, "cpu", False, pre_alloc_size=max_reqs)
         else:
             self.pool = make_state_pool(max_reqs, max_len, states)
-        self.tree = tree_type(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.pool,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=page_size,
-                sliding_window_size=window,
-            )
-        )
-        if states is not None and isinstance(self.tree, DecodeRadixCache):
-            from sglang.srt.mem_cache.state_slots import StateSlots
-
-            self.tree.state = StateSlots(self.pool)
+        self._make_tree(kv, tree_type, states is not None, windows)
         if watermark is not None:
             self.tree.watermark = watermark
         self.meta = MetadataBuffers(2 * max_reqs, hidden_size=16, hidden_states_dtype=torch.float32)
@@ -188,6 +164,36 @@ class DecodeWorker:
             num_reserved_decode_tokens=reserved,
             transfer_backend=TransferBackend.NIXL,
         )
+
+    def _make_tree(
+        self, kv: Any, tree_type: type[BasePrefixCache], has_states: bool, windows: tuple[int, int] | None
+    ) -> None:
+        page_size = self.page_size
+        if windows is None:
+            self.allocator = make_allocator(self.size, page_size, kv)
+        else:
+            kv = kv or make_window_pool(page_size, page_size, page_size)
+            self.allocator = SWATokenToKVPoolAllocator(
+                self.size, windows[1], page_size, torch.float32, "cpu", kv, need_sort=True
+            )
+            if tree_type is DecodeRadixCache:
+                # Of an extra.
+                from sglang.srt.mem_cache.window_radix_cache import WindowRadixCache
+
+                tree_type = WindowRadixCache
+        self.tree = tree_type(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.pool,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page_size,
+                sliding_window_size=windows[0] if windows else None,
+            )
+        )
+        if has_states and isinstance(self.tree, DecodeRadixCache):
+            from sglang.srt.mem_cache.state_slots import StateSlots
+
+            self.tree.state = StateSlots(self.pool)
 
     def _scheduler_stand_in(self, args: SimpleNamespace, has_windows: bool, window_tokens: int) -> SimpleNamespace:
         """What the queues ask of a scheduler."""

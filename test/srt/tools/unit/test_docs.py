@@ -227,6 +227,7 @@ BEGINNINGS = (
     "python",
     "python/sglang",
     "python/sglang/srt",
+    "python/sglang/srt/disaggregation",
     "python/sglang_pd_radix",
     "test/srt",
     "test/srt/core",

@@ -90,5 +90,7 @@ class ComputedAnswers:
             asyncio.create_task(manager._release_adapters([obj.lora_id]))
             obj.lora_path = None
         state.out_list.append({"text": state.text, "output_ids": [], "meta_info": meta})
-        manager._remember(rid, state, None)
+        if hasattr(manager, "_remember"):
+            # With the extra `ended_requests`.
+            manager._remember(rid, state, None)
         state.event.set()
