@@ -5,7 +5,7 @@ and the pictures.
     python benchmark/figures.py --take a=DIR demo=FILE
 
 ``--take NAME=DIR`` first takes the record of a report of ``pd-radix bench`` (its ``--work-dir``), or what
-``pd-radix demo --json`` wrote, as record NAME. ``test/srt/unit/test_published.py`` checks that nothing else is
+``pd-radix demo --json`` wrote, as record NAME. ``test/srt/tools/unit/test_published.py`` checks that nothing else is
 published.
 """
 
