@@ -26,10 +26,9 @@ FORKED = {} if cpu_host.has_cuda_driver() else {"PYTHONPATH": os.pathsep.join(FO
 BACKENDS = ["nixl", "mooncake"]
 # `make test` has to end within 15 minutes on two cores, installation included. What it leaves out for that, `make
 # test-all` runs: README's headline; over Mooncake, what differs only in what is decided before a backend takes part,
-# and is shown over NIXL; MLA with several ranks, which has
-# fewer cases than MHA; page sizes between which and 16 nothing but arithmetic differs, which unit tests walk; staging
-# buffers, whose messages have unit tests with real managers; and workers that are killed and restarted, which takes
-# minutes of waiting.
+# and is shown over NIXL; MLA with several ranks, which has fewer cases than MHA; page sizes between which and 16
+# nothing but arithmetic differs, which unit tests walk; staging buffers, whose messages have unit tests with real
+# managers; and workers that are killed and restarted, which takes minutes of waiting.
 THOROUGH = [
     ("test_oracle.py", {"page": 1}),
     ("test_oracle.py", {"page": 64}),
