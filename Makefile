@@ -37,7 +37,7 @@ help:
 	@echo "               ARGS='--clients 8'      any option of pd-radix demo"
 	@echo 'make lint    ruff and mypy'
 	@echo 'make test    lint and tests, with real servers on this machine'
-	@echo "               TESTS=test/srt/unit PYTEST_ARGS='-k name'   some of them"
+	@echo "               TESTS=test/srt/core PYTEST_ARGS='-k name'   some of them"
 	@echo '               EXTRA=lora   those of the core without any extra, and those of this one (EXTRA=none: of none)'
 	@echo 'make test-all  the same, and what takes longest: all cells over both backends, workers that die'
 	@echo 'make chaos   a deployment of five under fire, over both backends: hours (what it judges: benchmark/chaos.py)'
@@ -74,14 +74,15 @@ lint: setup
 
 # The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
 # all of them hold is more than the 20,000 descriptors that some hosts allow. All at once, and lint beside them: half of
-# their time they wait. What all but one of them say comes when the last has ended. Status 5 of pytest: -k has left none.
-# What failed is said again at the end, where whoever is shown the last lines only finds it.
+# their time they wait. The first of them to end makes room for the servers. What the others say comes when all has
+# ended. Status 5 of pytest: -k has left none. What failed is said again at the end, where whoever is shown the last
+# lines only finds it.
 ifneq ($(strip $(TESTS)),)
 test: setup lint
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 else ifneq ($(strip $(EXTRA)),)
 test: setup lint
-	SGLANG_PD_RADIX_EXTRAS=none $(BIN)/python -m pytest test/srt/unit $(PYTEST_ARGS)
+	SGLANG_PD_RADIX_EXTRAS=none $(BIN)/python -m pytest test/srt/core/unit $(PYTEST_ARGS)
 	$(if $(filter-out none,$(EXTRA)),$(BIN)/python -m pytest python/extras/$(EXTRA) $(PYTEST_ARGS))
 else
 test: setup
@@ -90,14 +91,14 @@ test: setup
 	shown() { { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) 2>&1; echo $$? >build/tests-status; } | tee build/tests-$$1.log; \
 		ended "$$(cat build/tests-status)"; }; \
 	quiet() { $(BIN)/python -m pytest $$2 $(PYTEST_ARGS) >build/tests-$$1.log 2>&1 & pids="$$pids $$!"; }; \
-	pids=; quiet a-m 'test/srt/unit/test_[a-m]*.py'; quiet extras python/extras; \
+	pids=; quiet tools test/srt/tools/unit; quiet extras python/extras; \
 	( $(LINT) ) >build/tests-lint.log 2>&1 & lint=$$!; \
 	trap 'kill $$pids $$lint 2>/dev/null; exit 130' INT TERM; \
-	shown n-z 'test/srt/unit/test_[n-z]*.py'; \
+	shown core test/srt/core/unit; \
+	shown e2e 'test/srt/core/e2e test/srt/tools/e2e $(wildcard python/extras/*/tests/e2e)'; \
 	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; \
-	cat build/tests-a-m.log build/tests-extras.log build/tests-lint.log; \
+	cat build/tests-tools.log build/tests-extras.log build/tests-lint.log; \
 	if wait $$lint; then rm build/tests-lint.log; else ended 1; fi; \
-	shown e2e test/srt/e2e; \
 	cat build/tests-lint.log 2>/dev/null; grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
 endif
 

@@ -2,19 +2,15 @@
 
     python benchmark/decode_attention.py [--threads N] [--runs N]      the three sides on a CPU host, in turns
     python benchmark/decode_attention.py --triton                     on a GPU: the engine's triton backend and ours
-    python benchmark/decode_attention.py --triton-fit                 on a GPU: when ours pays, and its constants
 
 The real backends on the real pools; no model, no server. "Limit" is the time in which the step's distinct KV can be
 read once from memory, at the speed at which this machine sums 256 MiB (a GPU: 4 GiB). On a GPU layers run from a CUDA
-graph, as in serving, and there are so many of them that none finds its KV in the cache. --interpret is to see that
---triton runs, in Triton's interpreter, where times mean nothing.
+graph, as in serving, and there are so many of them that none finds its KV in the cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import scipy.optimize
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import triton_backend
@@ -78,8 +73,6 @@ GPU_CASES = (
     Case("GQA 32:8, float32", 32, 4, 1024, 200, 32, 8, 128),
     Case("GQA 32:8, bf16, nothing shared", 128, 128, 0, 2048, 32, 8, 128, dtype=torch.bfloat16),
 )
-# Small enough for an interpreter.
-INTERPRETED_CASES = (Case("2 heads", 4, 2, 48, 40, 2, 1, 16),)
 
 
 class Batch:
@@ -254,9 +247,8 @@ BEYOND_CACHE = 400 << 20
 class OnGpu:
     """Both sides of a GPU on one batch, which has been told to them until every row has come to the host."""
 
-    def __init__(self, case: Case, interpret: bool = False) -> None:
-        self.interpret = interpret
-        self.batch = batch = Batch(case, "cpu" if interpret else "cuda", 0 if interpret else BEYOND_CACHE)
+    def __init__(self, case: Case) -> None:
+        self.batch = batch = Batch(case, "cuda", BEYOND_CACHE)
         self.sides = batch.triton_backends()
         self.step = batch.step(batch.length)
         reqs = [SimpleNamespace(req_pool_idx=row) for row in range(case.requests)]
@@ -264,12 +256,11 @@ class OnGpu:
             forward_mode=self.step.forward_mode, spec_info=None, seq_lens_cpu=self.step.seq_lens.cpu(), reqs=reqs
         )
         # Rows come to the host 16 a step, and each step finds what has arrived.
-        steps = 2 if interpret else case.requests // 16 + 20
+        steps = case.requests // 16 + 20
         self.metadata_s = {name: statistics.median([self._prepare(name) for _ in range(steps)]) for name in self.sides}
 
     def _prepare(self, name: str) -> float:
-        if not self.interpret:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         began = time.perf_counter()
         if name == "shared":
             self.batch.runner.running_groups.expect(self._told)
@@ -287,13 +278,10 @@ class OnGpu:
         return gpu_seconds(partial(self.attend, name), runs) / len(self.batch.layers)
 
 
-def compare_triton(runs: int, interpret: bool) -> None:
-    """The table of the two sides of a GPU. With ``interpret`` on this machine's CPU, to see that it runs."""
-    device = "cpu" if interpret else "cuda"
-    if interpret:  # what pays on a GPU is far longer
-        triton_shared.CALL = triton_shared.PIECE = triton_shared.PARTIAL = 0.0
-    speed = memory_speed(device)
-    where = "Triton's interpreter: the times mean nothing" if interpret else torch.cuda.get_device_name()
+def compare_triton(runs: int) -> None:
+    """The table of the two sides of a GPU."""
+    speed = memory_speed("cuda")
+    where = torch.cuda.get_device_name()
     print(f"{where}; memory is read at {speed / 1e9:.0f} GB/s. Milliseconds of one layer; metadata: of a step.\n")
     print(
         "| layer | requests | shared | own | engine | shared once | engine / shared | limit | greatest difference |",
@@ -301,12 +289,12 @@ def compare_triton(runs: int, interpret: bool) -> None:
     )
     print(" metadata, engine | shared |")
     print("|" + "---|" * 11)
-    for case in INTERPRETED_CASES if interpret else GPU_CASES:
-        here = OnGpu(case, interpret)
+    for case in GPU_CASES:
+        here = OnGpu(case)
         batch = here.batch
         outs = {name: here.attend(name).float() for name in here.sides}
-        took = {name: 0.0 if interpret else here.layer_s(name, runs) for name in here.sides}
-        if (here.sides["shared"]._launch is None) == bool(case.shared) and not interpret:
+        took = {name: here.layer_s(name, runs) for name in here.sides}
+        if (here.sides["shared"]._launch is None) == bool(case.shared):
             print(f"{case}: shared {'nothing' if case.shared else 'something'}")
         cells = [
             case.name,
@@ -314,50 +302,12 @@ def compare_triton(runs: int, interpret: bool) -> None:
             f"{case.shared}",
             f"{case.own}",
             *(f"{1e3 * seconds:.3f}" for seconds in took.values()),
-            "–" if interpret else f"{took['engine'] / took['shared']:.2f}",
+            f"{took['engine'] / took['shared']:.2f}",
             f"{1e3 * batch.distinct * batch.kv_bytes / speed:.3f}",
             f"{float((outs['engine'] - outs['shared']).abs().max()):.0e}",
             *(f"{1e3 * seconds:.3f}" for seconds in here.metadata_s.values()),
         ]
         print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def fit_triton(runs: int) -> None:
-    """Where reading together pays on this GPU, by measuring both where it is forced, and constants by least squares."""
-    chosen = triton_shared.BANDWIDTH, triton_shared.CALL, triton_shared.PARTIAL
-    triton_shared.CALL = triton_shared.PIECE = triton_shared.PARTIAL = 0.0
-    print(f"{torch.cuda.get_device_name()}; memory is read at {memory_speed('cuda') / 1e9:.0f} GB/s.\n")
-    print("| layer | requests | groups | shared | own | saved, MB | parts | engine, us | shared, us | gain, us |")
-    print("|" + "---|" * 10)
-    rows, gains, weights = [], [], []
-    layers = (("GQA 32:8", 32, 8), ("GQA 8:1", 8, 1), ("MHA 16", 16, 16))
-    for (name, heads, kv_heads), requests, members in itertools.product(layers, (8, 32, 128), (2, 8, 32)):
-        for shared in (256, 1024, 4096) if members <= requests else ():
-            here = OnGpu(
-                Case(name, requests, requests // members, shared, 200, heads, kv_heads, 128, dtype=torch.bfloat16)
-            )
-            plan, batch = here.sides["shared"]._plan, here.batch
-            if not len(plan.items):
-                continue
-            took = {side: 1e9 * here.layer_s(side, runs) for side in here.sides}
-            saved = plan.saved * batch.kv_bytes
-            parts = len(plan.queries)
-            gain = took["engine"] - took["shared"]
-            cells = [name, requests, requests // members, shared, 200, f"{saved / 1e6:.0f}", parts]
-            cells += [f"{value / 1e3:.1f}" for value in (took["engine"], took["shared"], gain)]
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-            rows.append([saved, -1.0, -parts * heads * 129 * 4])
-            gains.append(gain)
-            weights.append(1 / took["engine"])
-    scale = np.array(weights)
-    found = scipy.optimize.lsq_linear(np.array(rows) * scale[:, None], np.array(gains) * scale, bounds=(0, np.inf)).x
-    print(
-        f"\na byte {found[0]:.3g} ns ({1 / max(found[0], 1e-9):.0f} GB/s), a layer's call {found[1]:.0f} ns, ", end=""
-    )
-    print(
-        f"a byte of a partial result {found[2]:.3g} ns; "
-        f"in use: {chosen[0]:.0f} GB/s, {chosen[1]:.0f} and {chosen[2]:.3g} ns"
-    )
 
 
 def compare(runs: int) -> None:
@@ -413,18 +363,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
     parser.add_argument("--runs", type=int, default=15, metavar="N", help="of each side, in turns (default: 15)")
     parser.add_argument("--triton", action="store_true", help="the triton backends, on a GPU")
-    parser.add_argument("--triton-fit", action="store_true", help="when sharing pays on this GPU")
-    parser.add_argument("--interpret", action="store_true", help="with --triton: small, in Triton's interpreter")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.triton:
-        if args.interpret != (os.environ.get("TRITON_INTERPRET") == "1"):
-            parser.error("--interpret goes with TRITON_INTERPRET=1 in the environment, and neither without the other")
-        compare_triton(args.runs, args.interpret)
-        return
-    chosen = fit_triton if args.triton_fit else compare
-    chosen(args.runs)
+    (compare_triton if args.triton else compare)(args.runs)
 
 
 if __name__ == "__main__":

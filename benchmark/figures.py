@@ -4,8 +4,8 @@ and the pictures.
     python benchmark/figures.py                       # make them anew
     python benchmark/figures.py --take a=DIR demo=FILE
 
-``--take NAME=DIR`` first takes the record of a report of ``pd-radix bench`` (its ``--out``), or what
-``pd-radix demo --json`` wrote, as record NAME. ``test/srt/unit/test_published.py`` checks that nothing else is
+``--take NAME=DIR`` first takes the record of a report of ``pd-radix bench`` (its ``--work-dir``), or what
+``pd-radix demo --json`` wrote, as record NAME. ``test/srt/tools/unit/test_published.py`` checks that nothing else is
 published.
 """
 

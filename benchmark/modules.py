@@ -5,7 +5,7 @@ counts as one.
     python benchmark/modules.py --check    # only says whether it is what the code says
 
 Imports for types alone do not count, those inside functions do. A patch file imports the engine's module of its own
-name: that is the engine, and no edge here. `test/srt/unit/test_modules.py` checks the page, and finds circles.
+name: that is the engine, and no edge here. `test/srt/tools/unit/test_modules.py` checks the page, and finds circles.
 """
 
 from __future__ import annotations

@@ -94,8 +94,6 @@ ROWS = (
     Row(GPU_RECORD, "a", "on", "20 shared prefixes, 128 clients, 0.94 billion parameters, bfloat16 (H100)", _GPU),
     Row(GPU_RECORD, "a", "shared", "the same, shared prefixes read once", _GPU),
 )
-#: Rows for which README's table has no room; docs/benchmarks.md has all.
-MORE_ROWS: tuple[Row, ...] = ()
 _FIGURES = {figure.key: figure for figure in report.FIGURES}
 _DOC_FIGURES = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s")
 _DOC_SIDES = ("sent_over_least", "peak_over_least", "running_max")
@@ -238,7 +236,7 @@ BENCHMARKS_HEADING = ("workload", "pairs", *(_FIGURES[key].name for key in _ALL_
 
 def benchmarks(records: Records) -> str:
     """The table of docs/benchmarks.md: every figure of every row, off -> on of the median pair."""
-    rows = [benchmarks_row(records, row) for row in (*ROWS, *MORE_ROWS)]
+    rows = [benchmarks_row(records, row) for row in ROWS]
     return f"{report.markdown_table(BENCHMARKS_HEADING, rows)}\n\n{_answers(records)}"
 
 
@@ -317,7 +315,7 @@ def _ratio(value: float) -> str:
 def docs(records: Records) -> str:
     """Every pair of the runs behind the tables, for benchmark/runs."""
     parts = []
-    for name, key in dict.fromkeys((row.record, row.key) for row in (*ROWS, *MORE_ROWS)):
+    for name, key in dict.fromkeys((row.record, row.key) for row in ROWS):
         entry, setting = _entry(records, name, key), records[name]["setting"]
         parts.append(f"**{name}** ({setting['date']}, {setting['machine']}; {entry['title']})")
         parts.append(f"    {setting['command']}")

@@ -12,7 +12,7 @@ import torch
 from decode_worker import DecodeWorker, Queue
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.chunk_cache import ChunkCache

@@ -1,8 +1,12 @@
-"""The tests of extras have the fixtures of the unit tests, and find each other: some are of two extras together."""
+"""The tests of extras have the fixtures of the core's, and find each other: some are of two extras together."""
 
 import sys
 from pathlib import Path
 
-from unit.conftest import *  # noqa: F403
-
+# Those with servers are run where they are named, together with the core's.
+collect_ignore_glob = ["*/tests/e2e"]
 sys.path += sorted(map(str, Path(__file__).parent.glob("*/tests")))
+
+if not any("e2e" in Path(arg).parts for arg in sys.argv):
+    # It sets variables that servers would inherit.
+    from core.unit.conftest import *  # noqa: F403

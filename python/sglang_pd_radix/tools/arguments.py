@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from sglang_pd_radix.errors import PdRadixError
 
-ARGS_OPTIONS = ("--common-args", "--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
+ARGS_OPTIONS = ("--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
 # What an option of an engine may hold that is nobody's business.
 _SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 _SECRET_VARIABLE = re.compile(r"(?i)\w*(key|token|secret|password)(_\w*)?")

@@ -47,8 +47,8 @@ LOCAL_FLAG = "--disaggregation-decode-local-prefill"
 SIZES = ("clients", "turns", "document", "question", "answer", "seed")
 # The cache may send this much more than the lower bound from the second turn on, where there is something to reuse.
 MOST_OVER_LEAST = 1.05
-# Tokens of each prompt of those beside the second chat, and of their answers with what is kept free.
-LONG_PROMPT, BESIDE_IT = 3000, 256
+# Clients beside the second chat, tokens of each of their prompts, and of their answers with what is kept free.
+BESIDE, LONG_PROMPT, BESIDE_IT = 2, 3000, 256
 
 _EPILOG = """
 Engine options for all workers follow after --, for example:
@@ -72,20 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_router_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     parser.add_argument(
-        "--local-prefill",
-        default="auto",
-        metavar="WHICH",
-        help=f"{LOCAL_FLAG} of a third run, auto is its default; off: no third run (default: auto)",
-    )
-    parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="for the made model and the logs (default: a new temporary one)"
-    )
-    parser.add_argument(
-        "--beside",
-        type=int,
-        default=2,
-        metavar="N",
-        help="clients with long prompts beside a second, short chat; 0: no such chat (default: 2)",
     )
     sizes = parser.add_argument_group("the chat")
     for name, default, what in (
@@ -115,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         options = engine_options(args.engine_options, made_model=not args.model)
         computes = "local_prefill" in loader.extras()
         sides = [deploy.OFF, deploy.Side("on", options=(LOCAL_FLAG, "off") if computes else ())]
-        if computes and args.local_prefill != "off":
-            sides.append(deploy.Side("local", options=(LOCAL_FLAG, args.local_prefill)))
+        if computes:
+            sides.append(deploy.Side("local"))
         deployment = deploy.Deployment(
             model,
             deploy.Shape(chat.pool, chat.reserve),
@@ -153,11 +140,6 @@ def _check_sizes(args: argparse.Namespace) -> None:
             raise PdRadixError(f"--{name} {getattr(args, name)}: must be at least 1")
     if args.answer < 2:
         raise PdRadixError(f"--answer {args.answer}: must be at least 2, since prefill makes the first token")
-    if args.beside < 0:
-        raise PdRadixError(f"--beside {args.beside}: give 0 clients or more")
-    asked = args.local_prefill
-    if asked not in ("off", "auto") and not (asked.isdecimal() and int(asked)):
-        raise PdRadixError(f"--local-prefill {asked}: give off, auto or 1 token or more")
 
 
 def _pool(args: argparse.Namespace) -> int:
@@ -166,7 +148,7 @@ def _pool(args: argparse.Namespace) -> int:
     if given is not None and given.isdecimal():
         return int(given)
     chat = args.document + (args.turns - 1) * args.question + args.turns * args.answer
-    needed = max(16384, 2 * args.clients * chat, args.beside * (LONG_PROMPT + BESIDE_IT) + 4096)
+    needed = max(16384, 2 * args.clients * chat, BESIDE * (LONG_PROMPT + BESIDE_IT) + 4096)
     return -(-needed // 1024) * 1024
 
 
@@ -236,17 +218,16 @@ def _held(
     info = deployment.info(deployment.variants[0])
     page, tokens = info["page_size"], Tokens(load.words, args.seed)
     exact = str(info["dtype"]).endswith("float32")
-    entry = turns.measure_all(deployment, load, chat.make("c", tokens), 1, page, 0.5, show, exact)
+    entry = turns.measure_all(deployment, load, chat.make("c", tokens), 1, page, show, exact)
     found = Found(args, info, entry, failures=list(entry["problems"]))
     if not exact and not found.identical:
         found.notes.append(f"answers part in {info['dtype']}, which rounds; pd-radix verify judges such answers")
-    if args.beside:
-        busy = BusyChat(chat.pool, 64, 2, 3, 300, 40, 16, args.beside, LONG_PROMPT, steady=1).make("i", tokens)
-        for variant in deployment.variants:
-            show.now(f"{variant.name}: a chat beside {args.beside} clients with long prompts")
-            second = measure.run_once(deployment, load, busy, variant, 1, page)
-            found.beside_s[variant.name] = second.figures["later_ttft_p50_s"]
-            found.failures += [f"{variant.name}, beside long prompts: {problem}" for problem in second.problems]
+    busy = BusyChat(chat.pool, 64, 2, 3, 300, 40, 16, BESIDE, LONG_PROMPT, steady=1).make("i", tokens)
+    for variant in deployment.variants:
+        show.now(f"{variant.name}: a chat beside {BESIDE} clients with long prompts")
+        second = measure.run_once(deployment, load, busy, variant, 1, page)
+        found.beside_s[variant.name] = second.figures["later_ttft_p50_s"]
+        found.failures += [f"{variant.name}, beside long prompts: {problem}" for problem in second.problems]
     judge(found)
     if "local" in found.runs:
         pools = [pool for url in deployment.decode_urls(deployment.variants[-1]) for pool in idle_pools(url)]
@@ -344,16 +325,13 @@ def _lines(found: Found) -> Iterator[str]:
     if "local" in found.runs:
         computed, prompts = (found.total("local", f"{what}_tokens") for what in ("computed", "prompt"))
         yield (
-            f"          {_mib(sent['local'])} MiB with {LOCAL_FLAG} {found.args.local_prefill}: decode computed "
+            f"          {_mib(sent['local'])} MiB where decode computes short remainders: decode computed "
             f"{computed:.0f} of {prompts:.0f} prompt tokens"
         )
     if found.args.turns > 1:
         yield f"TTFT:     from turn 2 on, median: {_sides({s: found.total(s, 'later_ttft_p50_s') for s in found.runs})}"
-    if found.beside_s:
-        yield (
-            f"          beside {found.args.beside} clients with prompts of {LONG_PROMPT} tokens, turns 2 and 3: "
-            f"{_sides(found.beside_s)}"
-        )
+    beside = f"beside {BESIDE} clients with prompts of {LONG_PROMPT} tokens"
+    yield f"          {beside}, turns 2 and 3: {_sides(found.beside_s)}"
     yield f"Answers:  identical on all sides: {report.identity(found.entry)}"
     yield from (f"          {text}" for text in parted.sentences(found.entry["differences"]))
     yield from (f"Note:     {note}" for note in found.notes)

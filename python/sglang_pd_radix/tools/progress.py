@@ -24,24 +24,17 @@ class Display:
     """Shows what is under way; what is finished stays as a line.
 
     parts: how many headings `begin` and `end` go through; they get a bar of their own, and lines below them are
-    indented. stamped: whether lines begin with the seconds since the display was made. work: that of all calls of
-    `now`, where it is known. By parts, or by work, it tells how much time is left, as if the rest went as what is done.
+    indented. stamped: whether lines begin with the seconds since the display was made.
     """
 
-    def __init__(self, parts: int = 0, stamped: bool = False, work: float = 0) -> None:
+    def __init__(self, parts: int = 0, stamped: bool = False) -> None:
         self._console = _stderr()
         self._began, self._stamped = time.monotonic(), stamped
-        self._since = self._began
         self._parts, self._ended = parts, 0
-        # Of the part under way, what is done, from 0 to 1; and its number of requests.
-        self._part, self._total = 0.0, 0
-        self._work, self._worked, self._doing = work, 0.0, 0.0
         self._rows = _rows(self._console) if self._console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
         if parts:
             self._row("all", "workloads", bar=True, total=parts, state=f"0/{parts}")
-        elif work:
-            self._row("all", "all of it", bar=True, total=work)
 
     def __enter__(self) -> Display:
         if self._rows:
@@ -54,40 +47,30 @@ class Display:
             with contextlib.suppress(OSError):
                 self._rows.stop()
 
-    def now(self, text: str, work: float = 0) -> None:
-        """Show what is being done. work: how much of all work that is; it is done when the next such call comes."""
-        if self._work and work:
-            self._worked, self._doing = self._worked + self._doing, work
-            self._row("all", "all of it", completed=self._worked, until=self._until())
+    def now(self, text: str) -> None:
+        """Show what is being done."""
         if self._rows:
             self._row("now", text, bar=bool(self._parts), total=None, state="")
         else:
-            self._line(f"  {text}{self._told() if work else ''}")
+            self._line(f"  {text}")
 
     def done(self, text: str) -> None:
         """Print what has been done."""
-        self._line(f"  {text}{'' if self._rows else self._told()}" if self._parts else text)
+        self._line(f"  {text}" if self._parts else text)
 
     def begin(self, title: str, total: int) -> None:
         """Begin a part of ``total`` requests in all its runs."""
-        if not self._ended:
-            # What is started before the first is no part of it.
-            self._since = time.monotonic()
-        self._part, self._total = 0.0, total
         self._line(title)
         self._row("now", title, bar=True, total=total, completed=0, state="")
 
     def step(self, label: str, completed: int, state: str) -> None:
         """Show how many requests of the part are completed."""
-        self._part = completed / self._total if self._total else 0.0
         self._row("now", label, completed=completed, state=state)
-        if self._parts:
-            self._row("all", "workloads", until=self._until())
 
     def end(self) -> None:
         """End a part."""
-        self._ended, self._part, self._total = self._ended + 1, 0.0, 0
-        self._row("all", "workloads", completed=self._ended, state=f"{self._ended}/{self._parts}", until=self._until())
+        self._ended += 1
+        self._row("all", "workloads", completed=self._ended, state=f"{self._ended}/{self._parts}")
 
     def startup(self, progress: Progress) -> None:
         """Print a step of a cluster's start-up; on a terminal there is a row for each process too, until the end."""
@@ -102,23 +85,11 @@ class Display:
             if key not in self._tasks:
                 # What is complete when it is added would not count as finished.
                 with contextlib.suppress(OSError):
-                    self._rows.add_task("", total=None, bar=False, state="", until=None)
+                    self._rows.add_task("", total=None, bar=False, state="")
                 # It is there though it could not be drawn.
                 self._tasks[key] = self._rows.task_ids[-1]
             text = text[: max(20, self._console.width - 40)]
             self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
-
-    def _until(self) -> float | None:
-        """When all of it will be done, by `time.monotonic`; None if that cannot be told yet."""
-        done = (self._ended + self._part) / self._parts if self._parts else self._worked / (self._work or 1)
-        now = time.monotonic()
-        return now + (now - self._since) * max(0.0, 1 / done - 1) if done > 0 else None
-
-    def _told(self) -> str:
-        """The time that is left, in brackets; "" if it is not known, or short."""
-        until = self._until()
-        left = "" if until is None else time_left(until)
-        return f" ({left})" if left else ""
 
     def _line(self, text: str) -> None:
         from rich.text import Text
@@ -144,29 +115,10 @@ def _stderr() -> Console:
     return Stderr(stderr=True, highlight=False)
 
 
-def time_left(until: float) -> str:
-    """In words, how long it is until then (by `time.monotonic`); "" if it is less than 5 seconds."""
-    seconds = until - time.monotonic()
-    if seconds < 5:
-        return ""
-    if seconds < 100:
-        return f"about {5 * round(seconds / 5)} s left"
-    return f"about {seconds / 60:.0f} min left" if seconds < 6000 else f"about {seconds / 3600:.1f} h left"
-
-
 def _rows(console: Console) -> Rows:
-    from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Rows
     from rich.progress_bar import ProgressBar
-    from rich.text import Text
-
-    class Left(ProgressColumn):
-        """The time that is left, where a row knows it."""
-
-        def render(self, task: Task) -> Text:
-            """It in words, as of now."""
-            until = task.fields["until"]
-            return Text("" if until is None or task.finished else time_left(until))
 
     class Bar(BarColumn):
         """A bar for the rows that count something."""
@@ -183,7 +135,6 @@ def _rows(console: Console) -> Rows:
         Bar(),
         TextColumn("{task.fields[state]}", markup=False),
         TimeElapsedColumn(),
-        Left(),
         console=console,
         transient=True,
     )

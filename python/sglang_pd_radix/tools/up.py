@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
-import fcntl
 import importlib.util
 import ipaddress
 import json
@@ -29,7 +27,6 @@ from sglang_pd_radix.supplied import cpu_host, mooncake_host, pegaflow_host
 from . import engine_options, hosted_model, process_group
 from .arguments import add_log_dir, split_options
 from .cluster import (
-    GATEWAYS,
     HOST,
     RADIX_FLAG,
     Cluster,
@@ -53,7 +50,6 @@ DELTA_BACKENDS = ("nixl", "mooncake")
 _QUESTION = "Write a short story about a river that forgot its name. Begin with the weather, and end with the sea."
 # How many ended requests `pd-radix trace` finds on each worker.
 _REMEMBERED = "1000"
-_POLICIES = tuple(dict.fromkeys(policy for gateway in GATEWAYS.values() for policy in gateway.policies))
 
 _EPILOG = """
 Any other option is the engine's, for all workers; after -- also one that has the name of an option here:
@@ -86,13 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="nixl", choices=_BACKENDS, help="KV transfer backend (default: nixl)")
     add_router_option(parser)
     parser.add_argument(
-        "--policy",
-        choices=_POLICIES,
-        help="how the router chooses workers (default: its own for prefill; of several decode workers smg takes the "
-        "one that holds most of the prompt, sglang-router the same one for all requests with the same header "
-        "X-SMG-Routing-Key)",
-    )
-    parser.add_argument(
         "--radix",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -120,7 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="longest start-up, seconds (default: 600)"
     )
-    parser.add_argument("--common-args", default="", metavar="ARGS", help="engine options for all workers, one string")
     parser.add_argument("--prefill-args", default="", metavar="ARGS", help="engine options for prefill workers only")
     parser.add_argument("--decode-args", default="", metavar="ARGS", help="engine options for decode workers only")
     parser.add_argument("--router-args", default="", metavar="ARGS", help="options for the router")
@@ -162,34 +150,23 @@ def check_pegaflow() -> None:
 
 
 def check_json(path: Path | None) -> None:
-    """Raise PdRadixError if ``path``, where a result is to be written, has no directory, is one, or is closed to us."""
+    """Raise PdRadixError if ``path``, where a result is to be written, has no directory, is no file, or is closed to
+    us."""
     if path is None:
         return
-    opened = _open_file(path)
-    if opened and not os.path.lexists(opened):
-        raise PdRadixError(f"--json {path}: there is no such open file")
-    if not opened and not _behind(path).parent.is_dir():
-        raise PdRadixError(f"--json {path}: there is no directory {_behind(path).parent}")
-    if path.is_dir():
-        raise PdRadixError(f"--json {path}: that is a directory, give a file")
-    # A file is replaced, so what counts is its directory.
-    written = opened or (path if path.exists() and not path.is_file() else _behind(path).parent)
-    if not _may_write(written):
-        raise PdRadixError(f"--json {path}: {written} may not be written to; give another file")
-
-
-def _may_write(path: Path) -> bool:
-    number = _own_descriptor(path)
-    if number is None:
-        return os.access(path, os.W_OK)
-    # Whoever has opened it for us need not have had our rights.
-    return fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    behind = _behind(path)
+    if not behind.parent.is_dir():
+        raise PdRadixError(f"--json {path}: there is no directory {behind.parent}")
+    # An open file of a process would be replaced by another one.
+    if str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/")) or (path.exists() and not path.is_file()):
+        raise PdRadixError(f"--json {path}: that is no regular file, give one")
+    if not os.access(behind.parent, os.W_OK):
+        raise PdRadixError(f"--json {path}: {behind.parent} may not be written to; give another file")
 
 
 def owner(path: Path) -> int | None:
     """The process of the deployment that a file of ``pd-radix up --json`` describes; None if there is no such file."""
     try:
-        # A pipe would be waited for.
         return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"]) if path.is_file() else None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
@@ -273,83 +250,30 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader finds either nothing or all of it. Raises PdRadixError if that fails.
-
-    A symbolic link stays one. What is no regular file (a pipe, a device), or is an open file of a process
-    (/dev/stdout), is written into: others may write there too.
-    """
-    # A name on the command line need not be UTF-8.
-    content = text.encode(errors="backslashreplace")
+    """Write ``text`` so that a reader finds either nothing or all of it; a symbolic link stays one. Raises
+    PdRadixError if that fails."""
+    path = _behind(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        opened = _open_file(path)
-        if opened or (path.exists() and not path.is_file()):
-            _write_into(opened or path, content)
-        else:
-            _replace(_behind(path), content)
+        # A name on the command line need not be UTF-8.
+        partial.write_bytes(text.encode(errors="backslashreplace"))
+        partial.replace(path)
     except OSError as error:
-        why = error.strerror or str(error)
-        if error.errno == errno.ENXIO:
-            why = "nobody reads it"
-            if path.is_socket():
-                why = "it is a socket, which cannot be opened; give a file or a pipe"
-        raise PdRadixError(f"cannot write {path}: {why}") from error
+        raise PdRadixError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def remove_json(path: Path) -> None:
-    """Remove what this process has written there, unless another has since. An open file (/dev/stdout) stays."""
-    if _is_ours(path):
+    """Remove what this process has written there, unless another has since."""
+    if owner(path) == os.getpid():
         with contextlib.suppress(OSError):
             _behind(path).unlink()
-
-
-def _is_ours(path: Path) -> bool:
-    return not _open_file(path) and owner(path) == os.getpid()
 
 
 def _behind(path: Path) -> Path:
     """Where the symbolic links of ``path`` lead."""
     return Path(os.path.realpath(path))
-
-
-def _open_file(path: Path) -> Path | None:
-    """Where the links of ``path`` lead to an open file of a process (/dev/stdout): its entry below /proc; else None."""
-    # As many links as the kernel follows.
-    for _ in range(40):
-        entry = _behind(path.parent) / path.name
-        if re.fullmatch(r"/proc/\d+/(task/\d+/)?fd/\d+", str(entry)):
-            return entry
-        if not entry.is_symlink():
-            return None
-        path = entry.parent / os.readlink(entry)
-    return None
-
-
-def _own_descriptor(path: Path) -> int | None:
-    """The number of an open file of ours, of its entry below /proc; None for anything else."""
-    opened = _open_file(path)
-    return int(opened.name) if opened and opened.parts[2] == _behind(Path("/proc/self")).name else None
-
-
-def _write_into(path: Path, content: bytes) -> None:
-    number = _own_descriptor(path)
-    if number is None:
-        # A pipe that nobody reads would be waited for, and `pd-radix up` hears no signal meanwhile.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
-        os.set_blocking(descriptor, True)
-    else:
-        # Opened anew, a file would be written to from elsewhere than what is printed, and a socket cannot be.
-        descriptor = os.dup(number)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def check_backend(backend: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
@@ -400,7 +324,7 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     gateway = named_gateway(args.router)
     of_router = split_options(args.router_args, "--router-args")
     check_options(gateway, of_router)
-    common = [*split_options(args.common_args, "--common-args"), *args.engine_given, *args.engine_options]
+    common = [*args.engine_given, *args.engine_options]
     of_prefill = split_options(args.prefill_args, "--prefill-args")
     of_decode = split_options(args.decode_args, "--decode-args")
     for options, where in ((common, "engine options"), (of_prefill, "--prefill-args"), (of_decode, "--decode-args")):
@@ -424,7 +348,6 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
         router_args=of_router,
         env=remembered,
         backend=args.backend,
-        policy=args.policy,
         gateway=gateway,
         host=host,
         port=args.port,
@@ -469,7 +392,7 @@ def _run(args: argparse.Namespace) -> int:
         # A signal may come while a process is started again, too.
         with contextlib.suppress(_Ended):
             while not signals:
-                if keeper.attend() and args.json and _is_ours(args.json):
+                if keeper.attend() and args.json and owner(args.json) == os.getpid():
                     # It has the old one still, where the disk is full.
                     with contextlib.suppress(PdRadixError):
                         write_json(args.json, cluster.describe())

@@ -38,7 +38,7 @@ from .up import (
     own_log_dir,
     write_json,
 )
-from .verification import faults, kv_record, self_test
+from .verification import kv_record, self_test
 from .verification.asking import ANSWER_TOKENS
 from .verification.check import Check
 from .verification.judging import Part, Verdict
@@ -54,10 +54,6 @@ LEAST_OVER_LEAST = 0.999
 MOST_UNREADABLE = 0.03
 # Of decode's pools, the part that the prompts may fill: what a request waits for, and what is kept free, is beside it.
 FILLED = 0.7
-
-# What each step takes beside the others, as on two cores with a made model; each fault of --self-test takes 1.
-WORK = {"start": 10, "flag off": 4, "cold cache": 1, "warm cache": 1, "scores": 1}
-BENCH_WORK = 13
 
 _EPILOG = """
 Engine options for all workers follow after --. Three workers run: on one GPU each needs a third of it, for example
@@ -109,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch,
         own_log_dir(args.log_dir),
-        Display(work=sum(WORK.values()) + (len(faults.KINDS) if args.self_test else BENCH_WORK)) as show,
+        Display() as show,
         _log_dir(args.log_dir, verdict, show) as logs,
     ):
         show.now("asking pd-radix doctor")
@@ -185,7 +181,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(contextlib.closing(measure.LoadGenerator(model, logs / "load.log")))
         deployment, written = _deployment(args, model, logs, records, command.shape_of(sizes), options, show)
-        show.now("starting a prefill and two decode workers", WORK["start"])
+        show.now("starting a prefill and two decode workers")
         stack.enter_context(deployment)
         # Leaves before the servers are ended: a worker that died says more than the request it took along.
         stack.push(lambda kind, error, trace: deployment.cluster.check() if kind is PdRadixError else None)
@@ -197,7 +193,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
         check = Check(deployment, script, info, *written)
         _judge_answers(check, verdict, show)
         if args.self_test:
-            self_test.judge(verdict, self_test.run(check, lambda text: show.now(text, 1)))
+            self_test.judge(verdict, self_test.run(check, show.now))
         else:
             check.stop_records()
             workload = sizes.make("a", Tokens(load.words, args.seed))
@@ -272,7 +268,7 @@ def _setting(args: argparse.Namespace, info: dict[str, Any]) -> dict[str, Any]:
 
 def _judge_answers(check: Check, verdict: Verdict, show: Display) -> None:
     """The answers of both sides, what they were made from, and what is left in the pools; see `Check`."""
-    show.now("flag off: one request at a time, many at once, and all of it scored", WORK["flag off"])
+    show.now("flag off: one request at a time, many at once, and all of it scored")
     problems = check.measure_noise()
     check.noise.judge_noise(verdict)
     if check.unreadable:
@@ -281,10 +277,10 @@ def _judge_answers(check: Check, verdict: Verdict, show: Display) -> None:
     check.empty_on()
     runs = {}
     for name, what in (("cold cache", "nothing"), ("warm cache", "everything")):
-        show.now(f"flag on, {what} in the caches", WORK[name])
+        show.now(f"flag on, {what} in the caches")
         runs[name] = check.ask_on()
     problems += check.problems_on()
-    show.now("flag on: all of it scored", WORK["scores"])
+    show.now("flag on: all of it scored")
     check.judge_on(verdict, runs)
     verdict.part("pools").failures += problems
 
@@ -303,7 +299,7 @@ def _measure(
     part = verdict.part("benchmark (a)")
     runs = {}
     for variant in (off, on):
-        show.now(f"workload (a) in small, flag {variant.name}", BENCH_WORK / 2)
+        show.now(f"workload (a) in small, flag {variant.name}")
         measure.run_once(deployment, load, workload.beginning(turns.WARM_UP_REQUESTS), variant, 0, page_size)
         runs[variant.name] = measure.run_once(deployment, load, workload, variant, 1, page_size)
         part.failures += [f"(a), flag {variant.name}: {problem}" for problem in runs[variant.name].problems]

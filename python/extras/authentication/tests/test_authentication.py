@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.common.authentication import (
     SigningSocket,
     VerifyingSocket,
 )
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.peer_calls import Unanswered, tell
 from test_peer_calls import TOLD_ROUTE
 

@@ -370,8 +370,8 @@ def child_lives(pid: int) -> bool:
 
 
 @pytest.fixture
-def worker(request, tmp_path):
-    worker = Worker(tmp_path, getattr(request, "param", 20))
+def worker(tmp_path):
+    worker = Worker(tmp_path, 20)
     yield worker
     worker.kill()
 
@@ -443,12 +443,17 @@ def test_what_is_refused_is_not_waited_for(monkeypatch, tmp_path):
     assert status == 0 and "everything has ended" in log, log
 
 
-@pytest.mark.parametrize("worker", [1], indirect=True)
-def test_a_request_whose_body_does_not_come_is_cut_off(worker):
-    connection, _ = half_sent(worker, {"seconds": 2})
-    worker.terminate()
-    status, _, log = worker.end()
-    connection.close()
+def test_a_request_whose_body_does_not_come_is_cut_off(monkeypatch, tmp_path):
+    for wait in ("ABORT_S", "CLOSE_S"):
+        monkeypatch.setattr(drain, wait, 1.0)
+    worker = Worker(tmp_path, 1)
+    try:
+        connection, _ = half_sent(worker, {"seconds": 2})
+        worker.terminate()
+        status, _, log = worker.end()
+        connection.close()
+    finally:
+        worker.kill()
     assert status == 1 and "1 requests are still coming" in log, log
 
 

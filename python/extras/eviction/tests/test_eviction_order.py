@@ -9,7 +9,8 @@ from decode_world import World, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
-from test_traps import fill, tokens
+from test_traps import tokens
+from test_wanted_leaves import fill
 
 
 class Leaf(SimpleNamespace):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from decode_world import World, queue
-from test_traps import fill, serve, tokens
+from test_traps import serve, serve_to_end, tokens
+
+
+def fill(world: World, *prompts: list[int]) -> None:
+    for prompt in prompts:
+        serve_to_end(world, prompt, max_new=1)
 
 
 def held(world: World, *prompts: list[int]) -> list[int]:

@@ -14,13 +14,13 @@ from decode_world import aborted
 from overlapped_loop import Loop, LoopEnds
 from prefill_loop import PrefillLoop
 from sglang.srt.constrained.grammar_manager import GrammarManager
-from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix import tp_agreement
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler as schedulers
 from sglang.srt.managers import scheduler_abort_mixin
@@ -35,7 +35,7 @@ READY = KVPoll.WaitingForInput, KVPoll.Transferring
 def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
     """The engine aborts those as well whose rids begin with it, which may be other clients'."""
     aborted: list[str] = []
-    monkeypatch.setattr(decode_agreement, "is_alone", lambda group: True)
+    monkeypatch.setattr(tp_agreement, "is_alone", lambda group: True)
 
     def req(rid: str) -> SimpleNamespace:
         sender = SimpleNamespace(abort=lambda: aborted.append(rid))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
-from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode_radix import tp_agreement
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -29,9 +29,9 @@ from sglang.srt.mem_cache.tier import NO_TIER
 from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
 from test_life_of_a_request import Life
+from test_overlap_guard import Play, scripts
 from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
-from test_step_in_flight import Play, scripts
 from test_traps import serve, serve_to_end, tokens
 
 from sglang_pd_radix.tools.make_model import make_model
@@ -534,13 +534,13 @@ def reductions(rank: int) -> list[int]:
     """Of transfers: while a request that has ended is saved, and after that; and the same of what was saved before."""
     one = world(size=128, host=512, group=dist.group.WORLD)
     counted: list[int] = []
-    reduce = decode_agreement.engine.poll_and_all_reduce
+    reduce = tp_agreement.engine.poll_and_all_reduce
 
     def counting(pollers, group):
         counted.append(len(pollers))
         return reduce(pollers, group)
 
-    decode_agreement.engine.poll_and_all_reduce = counting
+    tp_agreement.engine.poll_and_all_reduce = counting
     told = []
     try:
         for _ in range(2):
@@ -552,7 +552,7 @@ def reductions(rank: int) -> list[int]:
             settle(one)
             told.append(len(counted))
     finally:
-        decode_agreement.engine.poll_and_all_reduce = reduce
+        tp_agreement.engine.poll_and_all_reduce = reduce
     return told
 
 

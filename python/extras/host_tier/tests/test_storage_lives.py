@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.host_tier.storage_fetches import Limits
 from speculating_loop import SpeculatingLoop
 from storage_world import ByHand, StorageWorld, page_by_page
 from test_host_tier import HostLife, saved
+from test_overlap_guard import Play, scripts
 from test_speculation import ask
-from test_step_in_flight import Play, scripts
 from test_traps import tokens
 
 # Time is a matter of the lives'.

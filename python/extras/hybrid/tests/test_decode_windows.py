@@ -12,8 +12,8 @@ from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.decode_budget import AdmissionPlan, Budget, Memory
-from sglang.srt.disaggregation.decode_resume import Resumption
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
+from sglang.srt.disaggregation.decode_radix.retraction import Resumption
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import test_life_of_a_request
-import test_step_in_flight
+import test_overlap_guard
 import torch
 from overlapped_loop import Loop, LoopEnds, LoopScheduler
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.step_in_flight import StepInFlight
+from sglang.srt.disaggregation.decode_radix.overlap_guard import StepInFlight
 from test_late_step import batch
-from test_step_in_flight import CODE
+from test_overlap_guard import CODE
 
 
 # With states, so few slots that requests wait for one. With windows (tokens of one, of their pool), longer and shorter
@@ -29,7 +29,7 @@ def test_invariants_hold_in_every_life(page_size, states, windows):
     [(4, 3, None), (1, None, (5, 20)), (4, None, (6, 24))],
 )
 def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size, states, windows):
-    test_step_in_flight.test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size, states, windows)
+    test_overlap_guard.test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size, states, windows)
 
 
 def test_the_states_of_a_step_are_those_of_the_requests_that_have_ended():

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.tier import NO_TIER
-from test_step_in_flight import flush_after_the_last_answer
+from test_overlap_guard import flush_after_the_last_answer
 
 
 class Rank(Scheduler):

@@ -15,12 +15,12 @@ from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
+from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.local_policy import Policy
-from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import release_kv_cache
 from test_every_state import BEFORE_COMMIT, Bench, arrived, has_failed, make_room, prefill_lost, time_runs_out
-from test_step_in_flight import Play, RankPlay, actions
+from test_overlap_guard import Play, RankPlay, actions
 
 LOCAL = {"disaggregation_decode_local_prefill": "4"}
 # Short enough that most prompts are prefill's, and long enough for slices.

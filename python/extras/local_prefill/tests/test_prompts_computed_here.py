@@ -26,7 +26,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import is_plain
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_step_in_flight import Play, RankPlay, scripts
+from test_overlap_guard import Play, RankPlay, scripts
 from tokenizer_front import Manager, answers, body, until
 
 LOCAL = {"disaggregation_decode_local_prefill": "40"}

@@ -13,7 +13,7 @@ from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.common import bootstrap_routes, device_names
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, parse_capabilities
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
 from test_refused_requests import ENGINE, manager

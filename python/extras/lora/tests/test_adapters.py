@@ -13,7 +13,7 @@ from engine_classes import engine_class
 from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS
-from sglang.srt.disaggregation.decode_resume import joins
+from sglang.srt.disaggregation.decode_radix.retraction import joins
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers.lora_batch import AdapterHooks
 from sglang.srt.managers.schedule_batch import Req, keep_extra_key

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.pegaflow.memory import kv_layout
 from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_local_prefill_lost import LossyPlay, LossyRankPlay
-from test_step_in_flight import Play, actions
+from test_overlap_guard import Play, actions
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
 

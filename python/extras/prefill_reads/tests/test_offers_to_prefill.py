@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer, TransferInfo
 from sglang.srt.disaggregation.offers import OFFER, Offer, least_read
 from test_nixl_wire import bare, sent_frames
-from test_step_in_flight import Play, scripts
+from test_overlap_guard import Play, scripts
 
 PAGE = 4
 LOCAL = {"disaggregation_decode_local_prefill": "40"}

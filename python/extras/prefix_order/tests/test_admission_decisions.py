@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from decode_world import World, asked, queue
-from sglang.srt.disaggregation.decode_adder import Added
-from sglang.srt.disaggregation.decode_budget import Memory
+from sglang.srt.disaggregation.decode_radix.adder import Added
+from sglang.srt.disaggregation.decode_radix.budget import Memory
 from sglang.srt.disaggregation.prefix_admission import PrefixAdder
 from sglang.srt.disaggregation.prefix_policy import PrefixEntry as Entry
 from sglang.srt.disaggregation.prefix_policy import PrefixPolicy as Policy

@@ -9,12 +9,13 @@ import pytest
 from decode_world import World, aborted, asked, queue, sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.disaggregation import admission_step, decode_admission, prefix_admission, prefix_policy, prefix_schedule
-from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation import prefix_admission, prefix_policy, prefix_schedule
+from sglang.srt.disaggregation.decode_radix import admission, policy
+from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import Candidate, Standing, Transfers, WaitLimit, admission_order
 from test_traps import serve, serve_to_end, tokens
 
-CLOCKS = decode_admission, prefix_policy, prefix_schedule, prefix_admission
+CLOCKS = policy, prefix_policy, prefix_schedule, prefix_admission
 FCFS = {"disaggregation_decode_admission": "fcfs"}
 
 
@@ -61,7 +62,7 @@ def test_when_the_leader_is_lost_one_follower_leads(how):
     if how == "handshake of a follower fails":
         rest[0].kv_receiver.abort()
         # While nothing changes, nobody is looked at but in every few steps.
-        for _ in range(admission_step.ABORT_INTERVAL):
+        for _ in range(admission.ABORT_INTERVAL):
             world.step()
         assert aborted(rest[0].req) and not any(asked(rest))
         return

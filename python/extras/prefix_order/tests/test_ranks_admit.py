@@ -12,8 +12,8 @@ import test_step_costs
 import torch.distributed as dist
 from decode_world import World, asked, end_patience, queue, sent
 from ranks import assert_same
-from sglang.srt.disaggregation import admission_step
-from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.decode_radix import admission
+from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import Expired
 from test_followers import CLOCKS
 from test_traps import Rank, tokens
@@ -96,7 +96,7 @@ def ticks_between(rank: int, ahead: int) -> list[Any]:
         end_patience(second.entry)
         held = me.world.tree.evictable_size()
         worst = 0
-        for _ in range(admission_step.ABORT_INTERVAL):
+        for _ in range(admission.ABORT_INTERVAL):
             me.step()
             worst = max(worst, me.world.queue.ranks.disagreements)
         return [asked([leader, first, second]), worst, held == me.world.tree.evictable_size(), me.decisions]
@@ -126,7 +126,7 @@ def herd_gives_up(rank: int) -> list[Any]:
             for wait in (0.0, 5.1 * (1 - rank), 0.0):
                 now[0] += wait
                 # By a clock of one rank, all look every few steps.
-                for _ in range(admission_step.ABORT_INTERVAL):
+                for _ in range(admission.ABORT_INTERVAL):
                     me.step()
                     worst = max(worst, me.world.queue.ranks.disagreements)
             copies.append(sum(asked(herd)))
@@ -157,7 +157,7 @@ def patience_ends_beside_one_that_does_not_fit(rank: int) -> list[Any]:
         assert follower.entry.coming == 16 and world.queue.admission.blocked is not None
         now[0] += 61
         steps = 0
-        while not follower.wire.asked and steps < 3 * admission_step.ABORT_INTERVAL:
+        while not follower.wire.asked and steps < 3 * admission.ABORT_INTERVAL:
             world.step()
             steps += 1
         return [steps]
@@ -167,7 +167,7 @@ def patience_ends_beside_one_that_does_not_fit(rank: int) -> list[Any]:
 
 def test_who_has_waited_long_enough_is_admitted_in_the_next_step(pair):
     """Steps are left out while another does not fit, but not the one in which this one is a candidate again."""
-    assert assert_same(pair.run(patience_ends_beside_one_that_does_not_fit))[0] <= admission_step.ABORT_INTERVAL + 1
+    assert assert_same(pair.run(patience_ends_beside_one_that_does_not_fit))[0] <= admission.ABORT_INTERVAL + 1
 
 
 def paces_differ(rank: int, faster: int) -> list[Any]:
@@ -200,7 +200,7 @@ def test_paces_that_differ_between_ranks(pair, faster):
     steps, worst = assert_same(pair.run(paces_differ, faster))
     assert worst == 0
     # As the first rank says, in one of the next steps.
-    late = admission_step.ABORT_INTERVAL
+    late = admission.ABORT_INTERVAL
     assert 80 <= steps <= 84 + late if faster == 0 else 200 <= steps <= 204 + late
 
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
-from sglang.srt.disaggregation.admission_step import ABORT_INTERVAL
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_adder import DecodeAdder
-from sglang.srt.disaggregation.decode_budget import LiveReqs
+from sglang.srt.disaggregation.decode_radix.adder import DecodeAdder
+from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
+from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, ItlHooks, Load
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
@@ -28,7 +28,7 @@ from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntime
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from speculating_loop import SpeculatingLoop
-from test_step_in_flight import Play, RankPlay, scripts
+from test_overlap_guard import Play, RankPlay, scripts
 from test_traps import Rank, serve, tokens
 
 MS = 10**9

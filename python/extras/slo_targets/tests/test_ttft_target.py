@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation import ttft_target
-from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import admission_order
 from sglang.srt.disaggregation.ttft_target import EVERY, LATE_INTERVAL, LateLines, TtftTarget, late_by_turns
 from test_followers import candidates_of
-from test_step_in_flight import Play, scripts
+from test_overlap_guard import Play, scripts
 from test_traps import Rank, serve, tokens
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from decode_world import World
 from overlapped_loop import LoopEnds
-from sglang.srt.disaggregation.decode_budget import Lengths
+from sglang.srt.disaggregation.decode_radix.budget import Lengths
 from sglang.srt.disaggregation.draft_budget import DraftLengths, DraftSlots
 from speculating_loop import SpeculatingLoop
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.disaggregation.common import drafts
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.mem_cache import cache_support
 from test_every_state import Bench, bench, kind, timed  # noqa: F401
 from test_flag import DECODE, FLAG, parse  # noqa: F401

@@ -13,10 +13,11 @@ from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import LoopEnds
-from sglang.srt.disaggregation import decode, step_in_flight
+from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.common.drafts import describe_draft
+from sglang.srt.disaggregation.decode_radix import overlap_guard
+from sglang.srt.disaggregation.decode_radix.overlap_guard import StepInFlight
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
-from sglang.srt.disaggregation.step_in_flight import StepInFlight
 from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -24,7 +25,7 @@ from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from speculating_loop import SpeculatingLoop
 from test_late_step import batch
-from test_step_in_flight import Play, scripts
+from test_overlap_guard import Play, scripts
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
 
@@ -196,7 +197,7 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
     assert not sound.wrong and len(sound.told) == 2
     # Neither was lost on the way: a fence that fails costs its request.
     assert all(not isinstance(req.finished_reason, FINISH_ABORT) for req in sound.told)
-    monkeypatch.setattr(step_in_flight, "find_step_in_flight", lambda *args: None)
+    monkeypatch.setattr(overlap_guard, "find_step_in_flight", lambda *args: None)
     assert play().wrong
 
 

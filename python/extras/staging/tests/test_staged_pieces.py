@@ -21,7 +21,7 @@ from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import staging_buffer
 from sglang.srt.disaggregation.common.delta_staging import ALIGNMENT, DeltaStaging, Space
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake import staging_wire as wire
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer, MooncakeKVReceiver

@@ -14,31 +14,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.disaggregation import decode as engine
-from sglang.srt.disaggregation import step_in_flight
-from sglang.srt.disaggregation.admission_step import Admission
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_agreement import Ranks
-from sglang.srt.disaggregation.decode_allocation import RequestMemory
-from sglang.srt.disaggregation.decode_budget import Accounts, Budget, LiveReqs, live_reqs
-from sglang.srt.disaggregation.decode_handshakes import (
+from sglang.srt.disaggregation.decode_radix import overlap_guard
+from sglang.srt.disaggregation.decode_radix.admission import Admission
+from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
+from sglang.srt.disaggregation.decode_radix.budget import Accounts, Budget, LiveReqs, live_reqs
+from sglang.srt.disaggregation.decode_radix.commit import abort_commit, note_transfer, report_end, take_along
+from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
+from sglang.srt.disaggregation.decode_radix.handshake import (
     LiveRooms,
     fail_unreached,
     poll_handshake,
     take_polls,
 )
-from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
-from sglang.srt.disaggregation.decode_resume import Resumption, joins
-from sglang.srt.disaggregation.decode_rows import KeptRows
-from sglang.srt.disaggregation.decode_schedule import Agreed, OwnFigures, Schedule, priority_sign
-from sglang.srt.disaggregation.deferred_release import abort_transfer, flush_around, let_go, poll_transfers, release
+from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
+from sglang.srt.disaggregation.decode_radix.quarantine import (
+    abort_transfer,
+    flush_around,
+    let_go,
+    poll_transfers,
+    release,
+)
+from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
+from sglang.srt.disaggregation.decode_radix.retraction import Resumption, joins
+from sglang.srt.disaggregation.decode_radix.schedule import Agreed, OwnFigures, Schedule, priority_sign
+from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-from sglang.srt.disaggregation.prefill_delta import PrefillDeltas
-from sglang.srt.disaggregation.request_phase import Phase
-from sglang.srt.disaggregation.step_in_flight import Fence
-from sglang.srt.disaggregation.transfer_commit import abort_commit, note_transfer, report_end, take_along
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
 
@@ -290,9 +296,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # 1. Commit what has arrived, so that who waited for it goes on in this step.
         self.transfer_queue.collect()
         # 2. Find out what a step in flight still uses of requests that have ended, before other rows become free.
-        fence = step_in_flight.OPEN
+        fence = overlap_guard.OPEN
         if self.queue:
-            fence = step_in_flight.raise_fence(self.scheduler, self.req_to_token_pool, self.radix.page_size)
+            fence = overlap_guard.raise_fence(self.scheduler, self.req_to_token_pool, self.radix.page_size)
         # 3. Go on with handshakes.
         self._resolve_pending_reqs()
         self._steps, queue, retracted = self._steps + 1, self.queue, self.retracted_queue

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.cache_support import DECODE, CacheKind
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import RadixCache

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
-    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
 

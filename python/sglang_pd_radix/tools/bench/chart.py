@@ -24,11 +24,10 @@ class Line:
     name: str
     color: str
     points: Sequence[Point]
-    dashed: bool = False
     band: Sequence[tuple[float, float, float]] = ()
 
 
-def median_line(name: str, color: str, runs: Sequence[Sequence[Point]], dashed: bool = False) -> Line:
+def median_line(name: str, color: str, runs: Sequence[Sequence[Point]]) -> Line:
     """The median of runs that looked at different times, and the band of all; a run counts until its last point."""
     import numpy
 
@@ -40,7 +39,7 @@ def median_line(name: str, color: str, runs: Sequence[Sequence[Point]], dashed: 
         if left:
             points.append((float(x), statistics.median(left)))
             band.append((float(x), min(left), max(left)))
-    return Line(name, color, points, dashed, band if len(runs) > 1 else ())
+    return Line(name, color, points, band if len(runs) > 1 else ())
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ class Chart:
                     [x for x, _ in points],
                     [y for _, y in points],
                     color=line.color,
-                    linestyle="--" if line.dashed else "-",
                     linewidth=1.6,
                     label=line.name,
                 )

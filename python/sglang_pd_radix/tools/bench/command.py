@@ -30,7 +30,7 @@ from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_s
 
 from . import breakdown, chats, goodput, parted, record, report
 from .chart import check_libraries
-from .deploy import AGGREGATED, OFF, Deployment, Shape, Side, engine_options, pool_of_ordinary, variants
+from .deploy import AGGREGATED, OFF, POLICY, Deployment, Shape, Side, engine_options, pool_of_ordinary
 from .measure import LoadGenerator
 from .rates import parse_rates
 from .turns import measure_all
@@ -66,7 +66,7 @@ SHAPE = ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, interm
 _EPILOG = """
 Workloads:
   a   shared prefixes, decode short of memory,      e   no sharing: the overhead
-      from a cold start (aw: warm, a few at once)   f   a trace (fm: over several decode workers)
+      from a cold start (aw: warm, a few at once)   f   a trace
   b   many small groups, long answers               g   churn: new prefixes come to a pool full of old ones
   c   multi-turn chat                               h   more prefixes than fit at once, in random order
   d   a herd of requests with the same new prefix   i   chat behind long prompts of others
@@ -74,7 +74,7 @@ Workloads:
 
   pd-radix bench --quick
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --work-dir report
-  pd-radix bench --only f,fm --trace conversation_trace.jsonl --set f.shrink=32
+  pd-radix bench --only f --trace conversation_trace.jsonl --set f.shrink=32
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
   pd-radix bench --only c,i,j --aggregated --breakdown --compare "sent:--disaggregation-decode-local-prefill off"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
@@ -106,10 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "p50 and p99 (which costs a little of each step, on all sides)",
     )
     figures.add_argument(
-        "--sample-every", type=float, default=0.5, metavar="S", help="seconds between looks at the workers"
-    )
-    figures.add_argument(
-        *("--work-dir", "--out"),
+        "--work-dir",
         dest="out",
         type=Path,
         metavar="DIR",
@@ -128,7 +125,7 @@ def _add_workloads(group: argparse._ArgumentGroup) -> None:
         "--set", action="append", default=[], metavar="KEY.SIZE=VALUE", help="another size; --sizes lists them"
     )
     group.add_argument("--sizes", action="store_true", help="print every workload's sizes and end")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f and fm")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
 
 
@@ -194,7 +191,7 @@ def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
         if args.trace and isinstance(traced, Trace):
             traced.file = str(args.trace)
     if args.trace and not any(isinstance(entry, Trace) for entry in sizes.values()):
-        raise PdRadixError("--trace is for the workloads f and fm: add one of them to --only")
+        raise PdRadixError("--trace is for the workload f: add it to --only")
     apply_settings(sizes, args.set)
     return sizes
 
@@ -222,17 +219,13 @@ def _check_aggregated(args: argparse.Namespace, sizes: dict[str, Sizes]) -> None
         raise PdRadixError("--aggregated goes without --slo")
 
 
-def _plan(args: argparse.Namespace, key: str, sizes: Sizes, sides: Sequence[Side]) -> goodput.Plan:
-    """What ``--slo`` and its options ask for of workload ``key``. Raises PdRadixError."""
-    names = [variant.name for variant in variants(shape_of(sizes), sides)]
-    try:
-        rates = parse_rates(args.slo_rates, names) if args.slo_rates else []
-    except PdRadixError as error:
-        raise PdRadixError(f"workload {key}: {error}") from None
-    return goodput.Plan(goodput.Slo.parse(args.slo), args.slo_seconds, args.sample_every, rates)
+def _plan(args: argparse.Namespace, sides: Sequence[Side]) -> goodput.Plan:
+    """What ``--slo`` and its options ask for. Raises PdRadixError."""
+    rates = parse_rates(args.slo_rates, [side.name for side in sides]) if args.slo_rates else []
+    return goodput.Plan(goodput.Slo.parse(args.slo), args.slo_seconds, rates)
 
 
-def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequence[Side]) -> None:
+def _check_slo(args: argparse.Namespace, sides: Sequence[Side]) -> None:
     """Raises PdRadixError for options that do not go together, or mean nothing."""
     if args.slo_rates and not args.slo:
         raise PdRadixError("--slo-rates goes with --slo")
@@ -240,14 +233,13 @@ def _check_slo(args: argparse.Namespace, sizes: dict[str, Sizes], sides: Sequenc
         raise PdRadixError(f"--slo-seconds {args.slo_seconds:g}: must be above 0 seconds, and a day at most")
     if args.slo and args.breakdown:
         raise PdRadixError("--slo goes without --breakdown")
-    for key, entry in sizes.items() if args.slo else ():
-        _plan(args, key, entry, sides)
+    if args.slo:
+        _plan(args, sides)
 
 
 def shape_of(sizes: Sizes) -> Shape:
     """The deployment that a workload needs."""
-    policies = tuple(getattr(sizes, "policies", "cache_aware").split(","))
-    return Shape(sizes.pool, sizes.reserve, getattr(sizes, "decode", 1), policies)
+    return Shape(sizes.pool, sizes.reserve)
 
 
 def _has_report(out: Path) -> bool:
@@ -260,28 +252,15 @@ def _unused_directory() -> Path:
     return next(Path(name) for name in names if not _has_report(Path(name)))
 
 
-def _check_policies(args: argparse.Namespace, sizes: dict[str, Sizes]) -> None:
-    """Raises PdRadixError for a policy that the router does not know, which it would say only when workers serve."""
-    router = named_gateway(args.router)
-    for key, entry in sizes.items():
-        unknown = [policy for policy in shape_of(entry).policies if policy not in router.policies]
-        if unknown:
-            known = ", ".join(router.policies)
-            raise PdRadixError(f"--set {key}.policies: {unknown[0] or 'an empty name'} is not one of {known}")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and write the report. Returns the exit code."""
     runs = args.runs if args.runs is not None else QUICK_RUNS if args.quick else RUNS
     if runs < 1:
         raise PdRadixError(f"--runs {runs}: must be at least 1")
-    if not 0.1 <= args.sample_every <= goodput.DAY_S:
-        raise PdRadixError(f"--sample-every {args.sample_every:g}: must be at least 0.1 seconds, and a day at most")
     sizes, sides = chosen_sizes(args), chosen_sides(args)
     _check_aggregated(args, sizes)
-    _check_slo(args, sizes, sides)
+    _check_slo(args, sides)
     check_page_size(args.engine_options)
-    _check_policies(args, sizes)
     if args.sizes:
         for key, entry in sizes.items():
             print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
@@ -370,13 +349,13 @@ def _all(
                 _check_fits(key, workload, shape)
                 exact = document["setting"]["dtype"].endswith("float32")
                 if args.slo:
-                    plan, keep = _plan(args, key, sizes[key], sides), document["workloads"].append
+                    plan, keep = _plan(args, sides), document["workloads"].append
                     found = goodput.measure(deployment, load, workload, plan, tokens, page_size, show, exact, keep=keep)
                     keep(found)
                     if found["interrupted"]:
                         return
                     continue
-                measured = measure_all(deployment, load, workload, runs, page_size, args.sample_every, show, exact)
+                measured = measure_all(deployment, load, workload, runs, page_size, show, exact)
                 measured["shape"] = vars(shape)
                 measured["sides"] = {side.name: _shown(side) for side in sides}
                 measured["notes"] = [*measured.get("notes", ()), *_of_aggregated(shape, sides)]
@@ -384,8 +363,8 @@ def _all(
 
 
 def _serving(shape: Shape, sides: Sequence[Side]) -> str:
-    decode = sum(not side.aggregated for side in sides) * shape.decode
-    ordinary = f" and {1 + shape.decode} ordinary servers" if AGGREGATED in sides else ""
+    decode = sum(not side.aggregated for side in sides)
+    ordinary = " and 2 ordinary servers" if AGGREGATED in sides else ""
     return f"1 prefill and {decode} decode workers (pool of each: {shape.pool} tokens){ordinary} serve"
 
 
@@ -394,8 +373,8 @@ def _of_aggregated(shape: Shape, sides: Sequence[Side]) -> list[str]:
     if AGGREGATED not in sides:
         return []
     return [
-        f"{AGGREGATED.name}: {1 + shape.decode} ordinary servers with {pool_of_ordinary(shape)} tokens of KV each, as "
-        f"many workers and tokens as a pair has, behind a router with {shape.policies[0]}. They send no KV; their CPU "
+        f"{AGGREGATED.name}: 2 ordinary servers with {pool_of_ordinary(shape)} tokens of KV each, as "
+        f"many workers and tokens as a pair has, behind a router with {POLICY}. They send no KV; their CPU "
         "time is compared with that of prefill and decode together."
     ]
 

@@ -61,16 +61,16 @@ ORDINARY_COUNTERS = {"prompt_tokens": "sglang:prompt_tokens_total", "reused_toke
 # compute long prefixes again and again. And more requests than any workload here has.
 PREFILL_POOL = 49152
 RUNNING_REQUESTS = 256
+# Of the routers.
+POLICY = "cache_aware"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Decode workers on each side, pool of each (tokens), reserve per request (tokens), and the routers' policies."""
+    """Pool of a decode worker (tokens), and reserve per request (tokens)."""
 
     pool: int
     reserve: int
-    decode: int = 1
-    policies: tuple[str, ...] = ("cache_aware",)
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,11 @@ OFF, ON, AGGREGATED = Side("off", radix=False), Side("on"), Side("aggregated", a
 
 @dataclass(frozen=True)
 class Variant:
-    """One side under one policy: what is measured against the others. ``workers``: numbers of its decode workers, or of
-    its ordinary servers if it is ``aggregated``."""
+    """One side: what is measured against the others. ``workers``: the number of its decode worker, or of its ordinary
+    servers if it is ``aggregated``."""
 
     name: str
     radix: bool
-    policy: str
     workers: tuple[int, ...]
     aggregated: bool = False
 
@@ -120,19 +119,16 @@ class Variant:
     def names(self) -> set[str]:
         """Of its processes."""
         role = "engine" if self.aggregated else "decode"
-        names = {f"{role}-{i}" for i in self.workers} | {f"router-{_router(self)}"}
+        names = {f"{role}-{i}" for i in self.workers} | {f"router-{self.name}"}
         return names if self.aggregated else names | {"prefill-0"}
 
 
-def variants(shape: Shape, sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
-    """All sides, for each policy; decode workers are numbered in the order of sides, of which aggregated is last."""
-    found = []
-    for policy in shape.policies:
-        for i, side in enumerate(sides):
-            numbers = range(1 + shape.decode) if side.aggregated else range(shape.decode * i, shape.decode * (i + 1))
-            name = side.name + (f" {policy}" if len(shape.policies) > 1 else "")
-            found.append(Variant(name, side.radix, policy, tuple(numbers), side.aggregated))
-    return found
+def variants(sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
+    """All sides; decode workers are numbered in their order, of which aggregated is last."""
+    return [
+        Variant(side.name, side.radix, (0, 1) if side.aggregated else (i,), side.aggregated)
+        for i, side in enumerate(sides)
+    ]
 
 
 @dataclass
@@ -158,43 +154,43 @@ class Deployment:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.variants = variants(shape, self.sides)
+        self.variants = variants(self.sides)
         decode = ["--max-total-tokens", str(shape.pool), "--num-reserved-decode-tokens", str(shape.reserve)]
         sides = [side for side in self.sides if not side.aggregated]
-        side_of = [side for side in sides for _ in range(shape.decode)]
         gpus = 0 if cpu_host.active() else gpu_count()
-        places = compared_on(self.options, [side.options for side in sides], shape.decode, gpus)
+        places = compared_on(self.options, [side.options for side in sides], gpus)
         ordinary = [
             ["--max-total-tokens", str(pool_of_ordinary(shape, self.prefill_pool)), *place]
-            for place in aggregated_on(self.options, places[: shape.decode], gpus)
+            for place in aggregated_on(self.options, places[0], gpus)
             if len(sides) < len(self.sides)
         ]
         self.cluster = Cluster(
             self.model,
-            decode=len(side_of),
+            decode=len(sides),
             common_args=self.options,
             prefill_args=["--max-total-tokens", str(max(self.prefill_pool, shape.pool))],
             decode_args=[
                 [*decode, *place, *([RADIX_FLAG] * side.radix), *side.options]
-                for side, place in zip(side_of, places, strict=True)
+                for side, place in zip(sides, places, strict=True)
             ],
             env=self.env,
             prefill_env=self.prefill_env,
-            decode_env=[dict(side.env) for side in side_of],
+            decode_env=[dict(side.env) for side in sides],
             # The router is to ask nobody who is paused.
-            routers={_router(v): (v.workers, self._routes(v)) for v in self.variants if not v.aggregated},
+            routers={v.name: (v.workers, self._routes) for v in self.variants if not v.aggregated},
             ordinary=len(ordinary),
             ordinary_args=ordinary,
-            ordinary_routers={_router(v): self._routes(v) for v in self.variants if v.aggregated},
+            ordinary_routers={v.name: self._routes for v in self.variants if v.aggregated},
             gateway=self.gateway,
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,
         )
 
-    def _routes(self, variant: Variant) -> list[str]:
-        """Further options of its router."""
-        return ["--policy", variant.policy, *self.gateway.asks_nobody]
+    @property
+    def _routes(self) -> list[str]:
+        """Further options of a router."""
+        return ["--policy", POLICY, *self.gateway.asks_nobody]
 
     def __enter__(self) -> Deployment:
         self.cluster.start()
@@ -218,7 +214,7 @@ class Deployment:
 
     def url(self, variant: Variant) -> str:
         """Where requests for this variant go."""
-        return self.cluster.router_urls[_router(variant)]
+        return self.cluster.router_urls[variant.name]
 
     def worker_urls(self, variant: Variant) -> list[str]:
         return [*self.prefill_urls_of(variant), *self.decode_urls(variant)]
@@ -240,8 +236,7 @@ class Deployment:
     def used_peak(self, variant: Variant) -> float:
         """The most tokens that requests held on decode since the caches were emptied, by its own record.
 
-        Of several workers the sum, as if they had had it at the same moment. NaN where no one pool has all KV, and of
-        ordinary servers, which have no such record.
+        NaN where no one pool has all KV, and of ordinary servers, which have no such record.
         """
         pools = [] if variant.aggregated else self._decode_pools(variant)
         return float(sum(pool.get("used_peak", math.nan) for pool in pools)) if pools else math.nan
@@ -292,7 +287,7 @@ class Deployment:
 
 def pool_of_ordinary(shape: Shape, prefill_pool: int = PREFILL_POOL) -> int:
     """Tokens of KV that each ordinary server has: in all as many as the workers of a pair."""
-    return (max(prefill_pool, shape.pool) + shape.decode * shape.pool) // (1 + shape.decode)
+    return (max(prefill_pool, shape.pool) + shape.pool) // 2
 
 
 # What only a pair has.
@@ -312,10 +307,6 @@ def _ordinary_counters(urls: Sequence[str]) -> dict[str, float]:
         for name, value in parse_counters(content.decode(errors="replace"), ORDINARY_COUNTERS).items():
             sums[name] += value
     return sums
-
-
-def _router(variant: Variant) -> str:
-    return variant.name.replace(" ", "-")
 
 
 def engine_options(given: Sequence[str], page_size: int, made_model: bool) -> list[str]:

@@ -102,13 +102,12 @@ class Slo:
 class Plan:
     """What is to be measured of a workload.
 
-    seconds: of one measurement, which is longer where `lasting_s` is. every_s: between two looks at the workers.
-    rates: of sides, per second, to be measured in this order in place of a search.
+    seconds: of one measurement, which is longer where `lasting_s` is. rates: of sides, per second, to be measured in
+    this order in place of a search.
     """
 
     slo: Slo
     seconds: float
-    every_s: float = 0.5
     rates: Sequence[tuple[str, float]] = ()
 
 
@@ -197,8 +196,8 @@ def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
 class Measurements:
     """All measurements of one workload. A side of which a request fails is measured no further.
 
-    seconds: of one measurement. every_s: between two looks at the workers. runs: those of which the rate was one to
-    find, of each side numbered from 1. learned: what its decode workers say of their steps.
+    seconds: of one measurement. runs: those of which the rate was one to find, of each side numbered from 1. learned:
+    what its decode workers say of their steps.
     failed: sides of which a request has failed, and at which rate; in the warm-up at none.
     """
 
@@ -210,7 +209,6 @@ class Measurements:
     tokens: Tokens
     page_size: int
     show: Show
-    every_s: float
     runs: list[Run] = field(default_factory=list)
     problems: set[str] = field(default_factory=set)
     learned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -243,7 +241,7 @@ class Measurements:
     def _asked(self, name: str, at: str, requests: Workload, number: int, rate: float | None) -> Run | None:
         side = self.sides[name]
         try:
-            run = run_once(self.deployment, self.load, requests, side, number, self.page_size, self.every_s)
+            run = run_once(self.deployment, self.load, requests, side, number, self.page_size)
             self.learned[name] = self.deployment.step_times(side)
         except PdRadixError as error:
             # Of anything else the side is not to blame, which had not even been asked then.
@@ -342,7 +340,7 @@ def measure(
     """
     seconds = max(plan.seconds, lasting_s(plan.slo))
     show.begin(f"({workload.key}) {workload.title}: {plan.slo}", 0)
-    measured = Measurements(deployment, load, workload, plan.slo, seconds, tokens, page_size, show, plan.every_s)
+    measured = Measurements(deployment, load, workload, plan.slo, seconds, tokens, page_size, show)
     measured.warm_up()
     findings = Findings(measured, plan, exact)
     try:

@@ -139,14 +139,17 @@ class Sample:
     sent_bytes: float
 
 
-class Watch(threading.Thread):
-    """Takes a `Sample` every ``every_s`` seconds between `start` and `stop`."""
+# Between two looks at the workers.
+SAMPLE_S = 0.5
 
-    def __init__(self, deployment: Deployment, variant: Variant, every_s: float) -> None:
+
+class Watch(threading.Thread):
+    """Takes a `Sample` every `SAMPLE_S` seconds between `start` and `stop`."""
+
+    def __init__(self, deployment: Deployment, variant: Variant) -> None:
         super().__init__(daemon=True)
         self._decode = deployment.decode_urls(variant)
         self._prefill = deployment.prefill_urls_of(variant)
-        self._every_s = every_s
         self._end = threading.Event()
         self.samples: list[Sample] = []
 
@@ -156,7 +159,7 @@ class Watch(threading.Thread):
             sample = self._take()
             if sample:
                 self.samples.append(sample)
-            self._end.wait(max(0.05, self._every_s - (time.perf_counter() - started)))
+            self._end.wait(max(0.05, SAMPLE_S - (time.perf_counter() - started)))
 
     def _take(self) -> Sample | None:
         used: float
@@ -293,14 +296,13 @@ def run_once(
     variant: Variant,
     number: int,
     page_size: int,
-    every_s: float = 0.5,
     progress: Progress = lambda done, of: None,
 ) -> Run:
     """Empty the caches, ask round by round, take the figures. Raises PdRadixError; RequestFailed of a request."""
     deployment.use(variant)
     steady = SteadyClients(workload.steady, deployment.url(variant), deployment.cluster.check)
     course = _Course(deployment, load, workload, variant, page_size, steady)
-    watch = Watch(deployment, variant, every_s)
+    watch = Watch(deployment, variant)
     watch.start()
     try:
         together = [sum(workload.rounds, [])] if workload.stream else workload.rounds

@@ -40,15 +40,11 @@ def compact(document: report.Document) -> Record:
     return {"setting": setting | {"command": _without_out(setting["command"])}, "workloads": workloads}
 
 
-# What says where a report is written.
-_OUT = ("--work-dir", "--out")
-
-
 def _without_out(command: str) -> str:
     """The command without where it wrote its report."""
     words = iter(shlex.split(command))
-    # An assignment of either of its names is one word, else the next is its value.
-    kept = [word for word in words if word.partition("=")[0] not in _OUT or ("=" not in word and not next(words, ""))]
+    # Without an assignment the next word is its value.
+    kept = [w for w in words if w.partition("=")[0] != "--work-dir" or ("=" not in w and not next(words, ""))]
     return shlex.join(kept)
 
 

@@ -118,7 +118,7 @@ def finish(entry: Document) -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two variants of one policy: figures of ``above`` are divided by those of ``below``."""
+    """Two variants: figures of ``above`` are divided by those of ``below``."""
 
     below: str
     above: str
@@ -126,21 +126,19 @@ class Pair:
     @property
     def label(self) -> str:
         """Its key in a workload's ``ratios``: of what is compared with off, its own name."""
-        return self.above if self.below.startswith("off") else f"{self.above} / {self.below}"
+        return self.above if self.below == "off" else self.title
 
     @property
     def title(self) -> str:
-        return f"{self.above.partition(' ')[0]} / {self.below.partition(' ')[0]}"
+        return f"{self.above} / {self.below}"
 
 
 def pairs(entry: Document) -> list[Pair]:
-    """What to compare, for each of the router's policies: each side with off, and on with each further side."""
-    found = []
-    for off in (name for name in entry["variants"] if name.partition(" ")[0] == "off"):
-        on, *more = (v for v in entry["variants"] if v != off and v.partition(" ")[2] == off.partition(" ")[2])
-        found.append(Pair(off, on))
-        for other in more:
-            found += [Pair(off, other), Pair(other, on)]
+    """What to compare: each side with off, and on with each further side."""
+    off, on, *more = entry["variants"]
+    found = [Pair(off, on)]
+    for other in more:
+        found += [Pair(off, other), Pair(other, on)]
     return found
 
 
@@ -352,12 +350,10 @@ def _picture(entry: Document, name: str) -> str:
     return f"charts/{entry['key']}-{name}.svg"
 
 
-def _look(name: str, names: Sequence[str]) -> tuple[str, bool]:
-    """Color of a variant among ``names``, which its side gives, and whether it is dashed, as a second policy is."""
-    side, _, policy = name.partition(" ")
-    more = [s for s in dict.fromkeys(n.partition(" ")[0] for n in names) if s not in COLORS]
-    color = COLORS.get(side) or MORE_COLORS[more.index(side) % len(MORE_COLORS)]
-    return color, bool(policy) and policy != "cache_aware"
+def _color(name: str, names: Sequence[str]) -> str:
+    """Of a variant among ``names``."""
+    more = [one for one in names if one not in COLORS]
+    return COLORS.get(name) or MORE_COLORS[more.index(name) % len(MORE_COLORS)]
 
 
 def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -378,8 +374,7 @@ def charts(entry: Document, setting: Mapping[str, Any]) -> dict[str, Chart]:
     often = f"n = {many} runs of {entry['requests']} requests a side"
 
     def line(name: str, points: list[tuple[float, float]]) -> Line:
-        color, dash = _look(name, names)
-        return Line(name, color, points, dash)
+        return Line(name, _color(name, names), points)
 
     ttft = [line(n, _cumulative([1e3 * t for run in runs[n] for t in run["ttft_s"]])) for n in names]
     itl = []
@@ -388,14 +383,12 @@ def charts(entry: Document, setting: Mapping[str, Any]) -> dict[str, Chart]:
         steps = max(1, len(columns) - 1)
         itl.append(line(name, [(1e3 * sum(c) / len(c), i / steps) for i, c in enumerate(columns)]))
 
-    looks = [(name, *_look(name, names)) for name in names]
-
     def over_time(key: str, unit: float = 1.0) -> list[Line]:
         def points(run: Document) -> list[tuple[float, float]]:
             known = (s for s in run["series"] if s["s"] >= 0 and not math.isnan(s[key]))
             return [(s["s"], s[key] / unit) for s in known]
 
-        return [median_line(name, color, [points(run) for run in runs[name]], dash) for name, color, dash in looks]
+        return [median_line(n, _color(n, names), [points(run) for run in runs[n]]) for n in names]
 
     pool = entry["sizes"]["pool"] * entry["sizes"].get("decode", 1)
     least = entry["runs"][0]["figures"]["least_pages_with_warm_up"] * entry["page_bytes"] / 2**20

@@ -32,7 +32,6 @@ def measure_all(
     workload: Workload,
     runs: int,
     page_size: int,
-    every_s: float,
     show: Show,
     exact: bool,
 ) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def measure_all(
     for variant in variants:
         # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
         show.step(f"({workload.key}) {variant.name}", 0, "warming up")
-        run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size, every_s)
+        run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size)
     for number in range(1, runs + 1):
         # So of any two sides each goes first in every other run, and neighbours in time remain pairs.
         for turn, variant in enumerate(variants if number % 2 else reversed(variants), 1):
@@ -58,7 +57,7 @@ def measure_all(
                 show.step(label, already + done, f"{done}/{of}")
 
             show.step(label, already, "warming up")
-            result = run_once(deployment, load, workload, variant, number, page_size, every_s, progress)
+            result = run_once(deployment, load, workload, variant, number, page_size, progress)
             found.append((turn, result))
             show.done(f"{label}: {_told(result)}")
     show.end()

@@ -492,14 +492,6 @@ class Trace(Sizes):
         return Workload(key, title, dataclasses.asdict(self), [asked], concurrency=concurrency)
 
 
-@dataclass
-class TraceOverMany(Trace):
-    """The same with ``decode`` decode workers on each side, under each of the router's ``policies``."""
-
-    decode: int = 2
-    policies: str = "cache_aware,round_robin"
-
-
 def read_trace(path: Path, most: int) -> list[dict[str, Any]]:
     """The first ``most`` records of a Mooncake-format trace, in order of time. Raises PdRadixError naming the line.
 
@@ -568,7 +560,6 @@ KINDS: dict[str, Callable[[], Sizes]] = {
     "d": Herd,
     "e": Distinct,
     "f": Trace,
-    "fm": TraceOverMany,
     "g": Churn,
     "h": CrowdedPrefixes,
     "i": BusyChat,

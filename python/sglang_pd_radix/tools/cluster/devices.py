@@ -105,37 +105,34 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
     return placement
 
 
-def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], decode: int, gpus: int) -> list[list[str]]:
-    """Options by which the decode workers of all ``sides``, ``decode`` of each, are on the same GPUs.
+def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], gpus: int) -> list[list[str]]:
+    """Options by which the decode workers of all ``sides`` are on the same GPUs.
 
-    options: of all workers; sides: what each has beside them. One list for each worker, side by side. Prefill has the
-    first GPUs and these have the next ones, each as many as the side that takes the most; where there are none for
-    them, all share. What runs on other GPUs, or beside another worker, cannot be compared. A side with a
-    ``--base-gpu-id`` of its own runs there.
+    options: of all workers; sides: what each has beside them. One list for each. Prefill has the first GPUs and these
+    have the next ones, as many as the side that takes the most; where there are none for them, all share. What runs on
+    other GPUs cannot be compared. A side with a ``--base-gpu-id`` of its own runs there.
     """
     sizes = [_ranks([*options, *side]) for side in sides]
     size = max([_ranks(options), *sizes])
-    places = gpus // size - 1
     if has_option(options, "--base-gpu-id") or gpus == 0:
-        return [[] for _ in range(len(sides) * decode)]
-    if places < 1:
+        return [[] for _ in sides]
+    if gpus // size < 2:
         # Left to themselves they take the next GPUs in turn, which are the same for all only where all take as many.
-        alike = {_ranks(options), *sizes} == {size}
-        first = [[] if alike else ["--base-gpu-id", "0"]] * decode
+        place = [] if {_ranks(options), *sizes} == {size} else ["--base-gpu-id", "0"]
     else:
-        first = [["--base-gpu-id", str(size * (1 + i % places))] for i in range(decode)]
-    return [[] if has_option(side, "--base-gpu-id") else [*place] for side in sides for place in first]
+        place = ["--base-gpu-id", str(size)]
+    return [[] if has_option(side, "--base-gpu-id") else [*place] for side in sides]
 
 
-def aggregated_on(options: Sequence[str], decode: Sequence[Sequence[str]], gpus: int) -> list[list[str]]:
-    """Options by which ordinary engines are on the GPUs of a pair: the first on prefill's, each other on a decode's.
+def aggregated_on(options: Sequence[str], decode: Sequence[str], gpus: int) -> list[list[str]]:
+    """Options by which two ordinary engines are on the GPUs of a pair: the first on prefill's, the other on decode's.
 
-    options: of all workers; decode: those of each decode worker of the pair, as of `compared_on`.
+    options: of all workers; decode: those of the decode worker of the pair, as of `compared_on`.
     """
     if has_option(options, "--base-gpu-id") or gpus == 0:
-        return [[] for _ in range(1 + len(decode))]
+        return [[], []]
     first = ["--base-gpu-id", "0"]  # which is also where a decode worker is that has none of its own
-    return [first, *(list(place) or first for place in decode)]
+    return [first, list(decode) or first]
 
 
 def _gpu_named(given: str) -> int:

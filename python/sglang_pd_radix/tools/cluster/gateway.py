@@ -19,15 +19,14 @@ from .options import HOST, has_option
 class Gateway:
     """One such program. ``distribution``: its name on PyPI. ``module``: arguments with which an interpreter runs it.
 
-    ``policies``: how it can choose workers of a PD deployment. ``several_decode``: options that choose among
-    several decode workers where none are given. ``settings``: options for any deployment, each with those of the user's
-    in whose presence it is left out. ``asks_nobody``: options with which it sends workers requests alone.
+    ``several_decode``: options that choose among several decode workers where none are given. ``settings``: options
+    for any deployment, each with those of the user's in whose presence it is left out. ``asks_nobody``: options with
+    which it sends workers requests alone.
     """
 
     distribution: str
     module: tuple[str, ...]
     package: str
-    policies: tuple[str, ...]
     several_decode: tuple[str, ...]
     asks_nobody: tuple[str, ...]
     settings: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
@@ -46,14 +45,12 @@ class Gateway:
         return f"{self} {importlib.metadata.version(self.distribution)}"
 
 
-_SHARED_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
 _OVERLOAD = ("--worker-overload-protection", "--worker-overload-waiting-requests", "--worker-overload-token-usage")
 # Where it knows which worker holds what, a client need not say where its conversation is.
 SMG = Gateway(
     "smg",
     ("-m", "smg", "launch"),
     "smg",
-    (*_SHARED_POLICIES, "least_load", "consistent_hashing", "prefix_hash"),
     ("--decode-policy", "cache_aware"),
     ("--disable-health-check",),
     (
@@ -76,7 +73,6 @@ SGLANG_ROUTER = Gateway(
     "sglang-router",
     ("-m", "sglang_router.launch_router"),
     "sglang_router",
-    _SHARED_POLICIES,
     ("--decode-policy", "manual", "--assignment-mode", "min_load"),
     ("--disable-health-check",),
 )
@@ -106,12 +102,6 @@ def named_gateway(name: str | None) -> Gateway:
     return gateway
 
 
-def check_policy(gateway: Gateway, policy: str | None) -> None:
-    """Raise PdRadixError if ``policy`` is none of this gateway's."""
-    if policy is not None and policy not in gateway.policies:
-        raise PdRadixError(f"--policy {policy}: {gateway} has {', '.join(gateway.policies)}; choose one of them")
-
-
 def check_options(gateway: Gateway, given: Sequence[str]) -> None:
     """Raise PdRadixError if the gateway does not take the options ``given``: it starts last."""
     if given:
@@ -125,7 +115,6 @@ def options(
     gateway: Gateway,
     prefill: Sequence[tuple[str, int]],
     decode: Sequence[str],
-    policy: str | None,
     given: Sequence[str],
     metrics_port: int,
     ordinary: Sequence[str] = (),
@@ -152,8 +141,6 @@ def options(
     for setting, instead in gateway.settings:
         if not has_option(given, setting[0], *instead):
             options += setting
-    if policy:
-        options += ["--policy", policy]
-    elif len(decode) > 1 and not has_option(given, "--policy", "--decode-policy"):
+    if len(decode) > 1 and not has_option(given, "--policy", "--decode-policy"):
         options += gateway.several_decode
     return [*options, *given]

@@ -143,7 +143,7 @@ def _router(
     key = spec.api_key
     if key is not None and not has_option(given, "--api-key"):
         given += ["--api-key", key]
-    command += gateway.options(spec.gateway, prefill, decode, spec.policy, given, ports[1], ordinary)
+    command += gateway.options(spec.gateway, prefill, decode, given, ports[1], ordinary)
     env = dict(inherited)
     for host in spec.hosts.values():
         env |= host.unproxied(env)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .gateway import Gateway, check_policy, named_gateway
+from .gateway import Gateway, named_gateway
 from .options import HOST, RoleArgs, RoleEnv, api_key, option_value, per_worker, per_worker_env, refuse_owned
 
 
@@ -37,10 +37,9 @@ class Spec:
     role's. ``env`` is added to the environment of every process.
 
     ``gateway`` is the program that routes (default: the first of `gateway.GATEWAYS` that is installed, which is smg, or
-    sglang-router where it is not). ``routers`` starts one router per entry in
-    the place of the single one: name to (indices of the decode workers that it routes to, further options for it). All
-    route to every prefill worker. ``policy`` is the router's for workers of both roles; without one, and with none
-    among its options, the gateway's own defaults here apply (`Gateway.several_decode`).
+    sglang-router where it is not). ``routers`` starts one router per entry in the place of the single one: name to
+    (indices of the decode workers that it routes to, further options for it). All route to every prefill worker. With
+    no policy among its options the gateway's own defaults here apply (`Gateway.several_decode`).
 
     ``ordinary`` starts so many ordinary engines beside the PD workers, with ``ordinary_args``, to be measured against
     them. ``ordinary_routers``: name to options, of routers to all of these.
@@ -67,7 +66,6 @@ class Spec:
     ordinary_args: RoleArgs = ()
     ordinary_routers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     backend: str = "nixl"
-    policy: str | None = None
     host: str = HOST
     port: int | None = None
     aggregated: bool = False
@@ -83,7 +81,6 @@ class Spec:
             raise PdRadixError(
                 f"{self.prefill} prefill and {self.decode} decode workers: at least one of each is needed"
             )
-        check_policy(self.gateway, self.policy)
         self.args_of = {
             "prefill": per_worker(self.prefill_args, self.prefill, "prefill_args"),
             "decode": per_worker(self.decode_args, self.decode, "decode_args"),

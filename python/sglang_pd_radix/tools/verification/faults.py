@@ -69,10 +69,11 @@ def install() -> None:
 
 
 def _patch(module: Any) -> None:
-    from sglang.srt.disaggregation import decode, prefill_delta
+    from sglang.srt.disaggregation import decode
+    from sglang.srt.disaggregation.decode_radix import delta_request
 
     when_made(module.Scheduler, _watch)
-    request, commit = prefill_delta.PrefillDeltas.request, decode.DecodeTransferQueue._commit_transfer_to_req
+    request, commit = delta_request.PrefillDeltas.request, decode.DecodeTransferQueue._commit_transfer_to_req
 
     def request_delta(deltas: Any, decode_req: Any) -> None:
         _of_this_process[-1].asked(decode_req.req)
@@ -85,7 +86,7 @@ def _patch(module: Any) -> None:
             _of_this_process[-1].arrived(req)
         return arrived
 
-    prefill_delta.PrefillDeltas.request = request_delta
+    delta_request.PrefillDeltas.request = request_delta
     decode.DecodeTransferQueue._commit_transfer_to_req = commit_transfer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 from aiohttp import web
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)

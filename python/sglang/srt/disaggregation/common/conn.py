@@ -28,8 +28,8 @@ from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.decode_radix import hooks
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress

@@ -18,7 +18,7 @@ from typing import Any
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wire import asks_for_nothing
-from sglang.srt.disaggregation.decode_prefix import check_decode_prefix
+from sglang.srt.disaggregation.decode_radix.prefix import check_decode_prefix
 
 # Of a failure of which nobody has said why.
 NO_REASON = "no reason was recorded"

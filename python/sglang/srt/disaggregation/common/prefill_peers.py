@@ -17,7 +17,7 @@ from typing import Any
 
 import requests
 from sglang.srt.disaggregation.common.handshakes import in_background
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)

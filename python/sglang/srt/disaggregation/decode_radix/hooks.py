@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
-    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
-    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
     from sglang.srt.server_args import ServerArgs

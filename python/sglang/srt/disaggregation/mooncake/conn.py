@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import decode_inbox, wire
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms

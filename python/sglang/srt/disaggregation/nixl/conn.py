@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.common.wire import (
     split_parts,
     wire_int,
 )
-from sglang.srt.disaggregation.decode_prefix import DECODE_PREFIX_VERSION, count_runs
+from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
 from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent

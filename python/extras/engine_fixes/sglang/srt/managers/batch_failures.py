@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import AT_FAULT
-from sglang.srt.disaggregation.decode_agreement import told_by_all
+from sglang.srt.disaggregation.decode_radix.tp_agreement import told_by_all
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.disaggregation import decode_agreement
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
-from sglang.srt.disaggregation.request_phase import Phase
+from sglang.srt.disaggregation.decode_radix import tp_agreement
+from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.utils.network import NetworkAddress
@@ -140,5 +140,5 @@ def _agreed(reqs: Sequence[Any], is_spared: Callable[[Any], bool], groups: Seque
         return []
     said = ["spared" if is_spared(req) else "" for req in reqs]
     for group in groups:
-        said = [max(of_one) for of_one in zip(*decode_agreement.told_by_all(said, group), strict=True)]
+        said = [max(of_one) for of_one in zip(*tp_agreement.told_by_all(said, group), strict=True)]
     return [req for req, word in zip(reqs, said, strict=True) if word]

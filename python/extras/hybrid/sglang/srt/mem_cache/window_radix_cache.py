@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hybrid_support import WINDOWS
 from sglang.srt.mem_cache.state_kind import Need, StateKind
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
     from sglang.srt.mem_cache.swa_memory_pool import SWATokenToKVPoolAllocator

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, DeltaSource, Events
-from sglang.srt.disaggregation.deferred_release import let_go
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.quarantine import let_go
 from sglang.srt.disaggregation.local_policy import MORE_DEBT, Bucket, OtherRanks, Policy, ShortTransfers
 from sglang.srt.disaggregation.peer_calls import tell
-from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.computed_answers import COMPUTED_ROUTE
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.known_prefixes import is_plain, note_known, unknown_to_prefill
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, PrefixPeek
 

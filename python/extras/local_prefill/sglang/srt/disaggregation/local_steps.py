@@ -9,9 +9,9 @@ import logging
 from typing import Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
+from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.local_prefill import LocalHooks, LocalPrefills, Slice, needs_prefill
-from sglang.srt.disaggregation.request_phase import Phase
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch

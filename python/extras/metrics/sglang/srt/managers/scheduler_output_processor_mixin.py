@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
 
 __all__ = ["SchedulerOutputProcessorMixin"]

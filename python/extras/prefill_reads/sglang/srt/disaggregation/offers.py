@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.common.wire import wire_int
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
-from sglang.srt.disaggregation.decode_schedule import takes_prefix
+from sglang.srt.disaggregation.decode_radix.schedule import takes_prefix
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.mem_cache.known_prefixes import is_known
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.step_in_flight import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["OFFER", "READS", "Offer", "OfferHooks", "read_offer", "unknown_above", "write_offer", "wrong_offer"]

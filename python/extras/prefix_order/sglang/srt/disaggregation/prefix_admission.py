@@ -11,16 +11,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.admission_step import Admission, all_ready, waiting
-from sglang.srt.disaggregation.decode_adder import DecodeAdder
-from sglang.srt.disaggregation.decode_agreement import WINDOW
-from sglang.srt.disaggregation.decode_budget import Memory
+from sglang.srt.disaggregation.decode_radix.adder import DecodeAdder
+from sglang.srt.disaggregation.decode_radix.admission import Admission, all_ready, waiting
+from sglang.srt.disaggregation.decode_radix.budget import Memory
+from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import PrefixEntry, PrefixPolicy, Turns
 from sglang.srt.mem_cache.prefix_watch import wanted_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_schedule import Agreed
+    from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.disaggregation.prefix_schedule import PrefixSchedule
 
 __all__ = ["PrefixAdder", "PrefixAdmission"]

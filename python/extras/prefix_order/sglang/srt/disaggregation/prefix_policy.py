@@ -27,8 +27,8 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_admission import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_agreement import WINDOW
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:

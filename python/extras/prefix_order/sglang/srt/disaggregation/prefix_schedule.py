@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_agreement import CANDIDATES
-from sglang.srt.disaggregation.decode_schedule import READY, Agreed, Schedule, Window, takes_prefix
+from sglang.srt.disaggregation.decode_radix.schedule import READY, Agreed, Schedule, Window, takes_prefix
+from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES
 from sglang.srt.disaggregation.prefix_policy import Candidate, PrefixEntry, PrefixPolicy, admission_order
 from sglang.srt.mem_cache.tier import NO_TIER
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_agreement import Agreement
+    from sglang.srt.disaggregation.decode_radix.tp_agreement import Agreement
 
 __all__ = ["PrefixSchedule"]
 

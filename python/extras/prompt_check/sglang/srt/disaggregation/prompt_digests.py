@@ -19,7 +19,7 @@ from sglang_pd_radix.environment import switched_on
 if TYPE_CHECKING:
     import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
 
 logger = logging.getLogger(__name__)
 

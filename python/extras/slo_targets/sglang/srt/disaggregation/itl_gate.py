@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.observability.target_metrics import TargetMetrics
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_budget import AdmissionPlan, LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["ItlGate", "ItlHooks", "Load"]

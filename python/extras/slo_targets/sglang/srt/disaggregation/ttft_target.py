@@ -22,7 +22,7 @@ from sglang.srt.observability.target_metrics import TargetMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
 
 __all__ = ["LATE_INTERVAL", "LateLines", "TtftHooks", "TtftTarget", "late_by_turns"]
 

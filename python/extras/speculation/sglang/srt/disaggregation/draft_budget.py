@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.decode_budget import Lengths
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.budget import Lengths
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import get_alloc_len_per_decode
 

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.known_prefixes import is_known
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.host_tier.memory import Copy

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.disaggregation.decode_prefix import pages
+from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.pegaflow.tree import PegaFlowTree

@@ -25,8 +25,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.tier import Tier
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_admission import QueueEntry
-    from sglang.srt.disaggregation.decode_budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
+    from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.pegaflow.session import Load, PegaFlowSession, Save
 

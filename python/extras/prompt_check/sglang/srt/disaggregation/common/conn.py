@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.delta_sender import OTHER_PROMPT
-from sglang.srt.disaggregation.decode_prefix import LENGTH_SIZE
+from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.prompt_digests import DIGEST_SIZE
 
 __all__ = ["CommonKVSender"]

@@ -1,0 +1,139 @@
+"""Where the delta of an admitted request comes from: its prefill, which is asked for the pages that the tree lacks.
+
+Another place that deltas come from would be a class with the same methods.
+
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.common.wire import PROMPT
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
+from sglang.srt.disaggregation.decode_radix.phase import Phase
+from sglang.srt.disaggregation.decode_radix.schedule import takes_prefix
+from sglang.srt.mem_cache.decode_radix_cache import is_warmup
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+__all__ = ["PrefillDeltas"]
+
+DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
+
+
+class PrefillDeltas:
+    """Asks prefills for the deltas of one decode rank."""
+
+    def __init__(
+        self,
+        tree: DecodeRadixCache,
+        rows: Any,
+        buffers: Any,
+        buffer_indices: Any,
+        hooks: Hooks[DecodeHooks] = NO_HOOKS,
+    ):
+        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these."""
+        self._tree, self._rows, self._hooks = tree, rows, hooks
+        self._buffers, self._buffer_indices = buffers, buffer_indices
+        # Requests that have been admitted in this step.
+        self._admitted: list[DecodeRequest] = []
+
+    def room(self) -> int:
+        """Requests that it can take on now."""
+        return self._buffer_indices.available_size()
+
+    def request(self, decode_req: DecodeRequest) -> None:
+        """Have prefill asked for the delta of a request that has its memory, see `ask_admitted`."""
+        req = decode_req.req
+        req.transfer_prefix_len = req.held_len
+        index = self._buffer_indices.alloc()
+        decode_req.take_buffer(index)
+        if not is_warmup(req):
+            self._expect_metadata(decode_req.kv_receiver, index)
+        self._admitted.append(decode_req)
+
+    def ask_admitted(self, fence: Fence) -> None:
+        """Ask for the deltas of the requests admitted in this step, now or when the step behind ``fence`` is over.
+
+        The pages of all of them come to the host in one copy.
+        """
+        admitted: list[DecodeRequest] = []
+        parts: list[torch.Tensor] = []
+        for decode_req in self._admitted:
+            try:
+                parts += self._targets(decode_req)
+                admitted.append(decode_req)
+            except Exception as e:
+                decode_req.lose(e)
+        self._admitted.clear()
+        if not admitted:
+            return
+        try:
+            host = torch.cat(parts).cpu().numpy()
+            found = iter(np.split(host, np.cumsum([len(part) for part in parts])[:-1]))
+        except Exception as e:
+            for decode_req in admitted:
+                decode_req.lose(e)
+            return
+        for decode_req, delta, states, *more in zip(admitted, *[found] * (2 + len(self._hooks.targets)), strict=True):
+            try:
+                self._ask_or_defer(decode_req, delta, states, more, fence)
+            except Exception as e:
+                decode_req.lose(e)
+
+    def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
+        """On the device: first slots of the delta's pages; what the state's indices are made of; what extras name."""
+        req, tree = decode_req.req, self._tree
+        table = self._rows.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
+        states = tree.state.targets(req, table)
+        return [table[req.held_len :: tree.page_size], states, *(of(decode_req) for of in self._hooks.targets)]
+
+    def _ask_or_defer(
+        self, decode_req: DecodeRequest, delta: np.ndarray, states: np.ndarray, more: list[np.ndarray], fence: Fence
+    ) -> None:
+        """delta, states, more: as `_targets`, on the host."""
+        pages, indices = (delta // self._tree.page_size).astype(np.int32), self._tree.state.indices(states)
+        decode_req.name_target(pages, indices)
+        waits = [named(decode_req, slots, fence) for named, slots in zip(self._hooks.named, more, strict=True)]
+        if fence.guards(pages, indices) or any(waits):
+            decode_req.advance(DEFERRED)
+        else:
+            self._ask(decode_req)
+
+    def _expect_metadata(self, receiver: Any, index: int) -> None:
+        """Have ``receiver`` look for its own room in buffer ``index``, and wait for its writers if it fails."""
+        # A room left by the buffer's last user would read as corruption; 0 reads as not there yet. On a device, the
+        # copy of the page numbers waits for it, and so does what is asked for.
+        room = self._buffers.bootstrap_room[index]
+        room.zero_()
+        receiver.metadata_room = lambda: int(room[0])
+        receiver.fenced = True
+
+    def ask_deferred(self, decode_reqs: Iterable[DecodeRequest]) -> None:
+        """Ask for those of ``decode_reqs`` that waited for a step in flight, which is over."""
+        for decode_req in decode_reqs:
+            if decode_req.phase is DEFERRED:
+                try:
+                    self._ask(decode_req)
+                except Exception as e:
+                    decode_req.lose(e)
+
+    def _ask(self, decode_req: DecodeRequest) -> None:
+        """Send prefill the message that names what it is to write."""
+        decode_req.advance(ASKED)
+        req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
+        pages, states = decode_req.page_indices, decode_req.state_indices
+        if takes_prefix(decode_req):
+            if hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts:
+                receiver.prompt = PROMPT, decode_req.said_prompt()
+            receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
+        else:
+            receiver.send_metadata(pages, index, states)
+        req.time_stats.set_decode_transfer_queue_entry_time()

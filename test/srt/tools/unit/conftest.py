@@ -1,0 +1,3 @@
+"""The tests of the tools have the fixtures of the core's."""
+
+from core.unit.conftest import *  # noqa: F403
