@@ -5,7 +5,8 @@ from pathlib import Path
 
 # Those with servers are run where they are named, together with the core's.
 collect_ignore_glob = ["*/tests/e2e"]
-sys.path += sorted(map(str, Path(__file__).parent.glob("*/tests")))
+folders = Path(__file__).parent
+sys.path += sorted(map(str, [*folders.glob("*/tests"), *folders.glob("*/tests/e2e")]))
 
 if not any("e2e" in Path(arg).parts for arg in sys.argv):
     # It sets variables that servers would inherit.

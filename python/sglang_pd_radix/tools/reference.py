@@ -1,7 +1,8 @@
 """``pd-radix reference``: every option, variable, metric, route and field, as docs/reference.md has them.
 
 What the code says of itself (options and their help, metrics) is read from it. What it does not say (what a variable or
-a field means) is written down here; `test/srt/tools/unit/test_reference.py` finds what the code has and this file does not.
+a field means) is written down here; `test/srt/tools/unit/test_reference.py` finds what the code has and this file does
+not.
 """
 
 from __future__ import annotations

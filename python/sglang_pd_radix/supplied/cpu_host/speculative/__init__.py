@@ -1,8 +1,8 @@
 """EAGLE in torch: the tree, the verification and the attention of drafts, which the engine has for GPUs only.
 
 Speculation runs on the engine's ``triton`` attention backend, whose kernels are replaced here; `options.py` chooses it.
-Drafts are chains (``--speculative-eagle-topk 1``). ``tools/unit/test_cpu_speculation.py`` has the forms of CUDA ops beside a
-plain reference; ``extras/speculation/tests/e2e/test_speculative_pairs.py`` has all of them at work.
+Drafts are chains (``--speculative-eagle-topk 1``). ``tools/unit/test_cpu_speculation.py`` has the forms of CUDA ops
+beside a plain reference; ``extras/speculation/tests/e2e/test_speculative_pairs.py`` has all of them at work.
 
 attention.py   new tokens with cached ones, with a mask; drafts
 tables.py      which slots a step reads and writes
