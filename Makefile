@@ -74,9 +74,8 @@ lint: setup
 
 # The quick ones first, in three processes: the managers in them have threads that never end, as in the engine, and what
 # all of them hold is more than the 20,000 descriptors that some hosts allow. All at once, and lint beside them: half of
-# their time they wait. The first of them to end makes room for the servers. What the others say comes when all has
-# ended. Status 5 of pytest: -k has left none. What failed is said again at the end, where whoever is shown the last
-# lines only finds it.
+# their time they wait. What all but one of them say comes when the last has ended. Status 5 of pytest: -k has left none.
+# What failed is said again at the end, where whoever is shown the last lines only finds it.
 ifneq ($(strip $(TESTS)),)
 test: setup lint
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
@@ -95,10 +94,10 @@ test: setup
 	( $(LINT) ) >build/tests-lint.log 2>&1 & lint=$$!; \
 	trap 'kill $$pids $$lint 2>/dev/null; exit 130' INT TERM; \
 	shown core test/srt/core/unit; \
-	shown e2e 'test/srt/core/e2e test/srt/tools/e2e $(wildcard python/extras/*/tests/e2e)'; \
 	for pid in $$pids; do wait $$pid; ended $$?; done; trap - INT TERM; \
 	cat build/tests-tools.log build/tests-extras.log build/tests-lint.log; \
 	if wait $$lint; then rm build/tests-lint.log; else ended 1; fi; \
+	shown e2e 'test/srt/core/e2e test/srt/tools/e2e $(wildcard python/extras/*/tests/e2e)'; \
 	cat build/tests-lint.log 2>/dev/null; grep -hE '^(FAILED|ERROR) ' build/tests-*.log; exit $$status
 endif
 
