@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pd as e2e_pd
 import pytest
 from code_texts import texts
-from e2e import pd as e2e_pd
 from sglang.srt.entrypoints import http_server
 
 from sglang_pd_radix.errors import PdRadixError

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from sglang.srt.disaggregation.common.rooms import remember
+from sglang.srt.disaggregation.bounded import remember
 
 # Who a decode rank is: where it listens, over Mooncake, or the name of its agent, over NIXL.
 Peer = TypeVar("Peer", bound=Hashable)

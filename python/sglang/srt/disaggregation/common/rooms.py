@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.bounded import remember
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
 
 logger = logging.getLogger(__name__)
@@ -217,15 +218,6 @@ class Rooms:
 def _awaited(asked: Mapping[str, Any]) -> int:
     """How many decode ranks will ask, as those say that have."""
     return max(info.required_dst_info_num for info in asked.values())
-
-
-def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
-    """Put an entry into a book of at most ``most``, as its newest. The oldest is forgotten first."""
-    book.pop(key, None)
-    book[key] = value
-    while len(book) > most:
-        # The first key of a dict is found by a walk over all that were deleted before it.
-        book.popitem(last=False)
 
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
