@@ -31,7 +31,7 @@ class SimulatedSteps:
         worker, times = self.worker, self.worker.times
         step = times.decode_step(len(worker.running), tokens_read(worker))
         cost = (times.computed or times.step) + worker.scale * times.token * self.local.policy.slice
-        return [round(UNIT * seconds / step) for seconds in (cost, worker.queue.policy.transfers.short() or 0.0)]
+        return [round(UNIT * seconds / step) for seconds in (cost, self.local.transfers.short() or 0.0)]
 
     def decoded(self, steps: int) -> None:
         """So many decode steps have been taken."""

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 from decode_world import World
 from instrumented import Meter, counts
-from overlapped_loop import Loop, LoopEnds, Step
 from ranks import assert_same
 
 # To start four processes that import the engine takes long on a busy machine.
@@ -50,28 +49,6 @@ def test_without_the_flag_nothing_of_ours_touches_the_device(counted, state):
     for kind in TOUCHES:
         steps = counted["off"][state]
         assert not any(seen(steps, kind, "ours ")), told(steps, kind, "ours ")
-
-
-def test_without_the_flag_a_model_with_states_does_not_wait_for_the_step():
-    """The step in flight was waited for as a whole in each admission after an end; for drafts and windows as well."""
-    loop, meter = Loop(flag=False, size=4096, page_size=16, max_reqs=32, states=64), Meter()
-    loop.check = loop.scheduler.self_check_during_idle = lambda: None
-
-    def between() -> None:
-        if loop.iterations > 1:
-            meter.end()
-        for decode_req in loop.asked:
-            loop.complete(decode_req)
-        if loop.iterations == 24:
-            raise LoopEnds
-        # One ends in each step or so, and one arrives.
-        loop.handshake(loop.arrive([1 + loop.iterations] * 40, max_new=4, peer_takes_prefix=False))
-        meter.begin()
-
-    with meter.instrument(Step):
-        loop.run(between)
-    assert len(loop.told) > 12
-    assert not any(seen(meter.steps, "waits", "ours ")), told(meter.steps, "waits", "ours ")
 
 
 @pytest.mark.parametrize("state", UNCHANGED)

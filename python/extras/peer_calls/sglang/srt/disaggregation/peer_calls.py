@@ -20,7 +20,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.decode_radix.hooks import Hooks
 from sglang.srt.disaggregation.room_notes import MOST, is_room
 
@@ -105,6 +104,9 @@ class _Calls:
 
     def submit(self, call: Callable[[], Coroutine]) -> Future:
         """Have ``call`` made."""
+        # Here: its package imports what imports this module.
+        from sglang.srt.disaggregation.common.handshakes import in_background
+
         wrong = None
         with self._lock:
             if self._loop is None:
