@@ -221,7 +221,7 @@ def test_calls_are_bounded_and_go_on_where_a_thread_can_be_started(monkeypatch, 
 # ---- who is told ----
 
 
-@pytest.mark.parametrize("route", FIELDS)
+@pytest.mark.parametrize("route", GOOD)
 def test_what_cannot_be_meant_is_refused_with_a_word(prefill, heard, route):
     url, good = f"http://{prefill}{route}", {"rooms": [5, 6], **GOOD[route]}
     none = [

@@ -228,6 +228,8 @@ class Stage(scheduler_pp_mixin.SchedulerPPMixin):
     """What a stage's loop has for bootstrapping."""
 
     enable_metrics = enable_hicache_storage = False
+    # Of the extra `failure_reports`.
+    tell_once = getattr(prefill.SchedulerDisaggregationPrefillMixin, "tell_once", None)
     attn_cp_cpu_group = attn_tp_cpu_group = None
     server_args = SimpleNamespace(served_model_name="stages", disaggregation_mode="prefill", enable_metrics=False)
 
