@@ -1,7 +1,7 @@
-"""Scheduler of a prefill or decode worker: its tree, and flushes.
+"""Scheduler of a prefill or decode worker: its tree, aborts, in-flight batches and flushes.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the limit on LoRA adapters #39332
-(merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the limit on LoRA
+adapters #39332 (merged).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """Gives a decode worker its tree, tells whether it rests, and flushes around quarantine.
+    """Gives a decode worker its tree, reports whether it is idle, and flushes around quarantine.
 
-    What the engine has in its mixins is overridden in their modules.
+    Methods of the engine's mixins are overridden in the modules of these.
     """
 
     # ---- the tree ----
 
     def init_cache_with_memory_pool(self) -> None:
-        """Puts the decode tree in the place of the engine's radix cache when the flag asks for it."""
+        """Replaces the engine's radix cache by the decode tree if the flag is set."""
         args = self.server_args
         if not self.takes_decode_tree():
             super().init_cache_with_memory_pool()
@@ -43,15 +43,15 @@ class Scheduler(engine.Scheduler):
         kind = state_kind.kind_of(self.tp_worker.model_runner)
         if kind is not StateKind:
             cache_support.check(kind.support, args)
-            # The engine is to build its tree for KV alone.
+            # Makes the engine build its tree for KV only.
             self.tp_worker.get_memory_pool()[0].kv_alone = True
-        # Of the tree that the engine would build: what an extra keeps of this one elsewhere is its own.
+        # The engine must not build its own tier: the decode tree's tier is an extra's.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
         self.tree_cache = kv_cache_builder.build(kind, self.tree_cache, self)
 
     def takes_decode_tree(self) -> bool:
-        """Whether it does. An extra may say no, and put a tree of its own there."""
+        """Whether the worker gets the decode tree. An extra may say no and set its own tree."""
         return self.server_args.disaggregation_decode_enable_radix_cache
 
     def get_internal_state(self, recv_req):
@@ -61,33 +61,32 @@ class Scheduler(engine.Scheduler):
         return output
 
     def kv_pool_state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says. Extras say more."""
+        """Content of ``kv_pool``; extras add to it."""
         return {"idle": self.rests()}
 
     def rests(self) -> bool:
-        """Whether the worker has no request, and nothing in quarantine."""
+        """Whether the worker has no request and no page in quarantine."""
         return self.is_fully_idle() and not self.has_quarantine()
 
     def note_step(self, batch, result) -> None:
-        """A step's result has been processed."""
+        """Report a processed batch to the hooks."""
         for note_step in hooks_of(self).note_step:
             note_step(batch, result)
 
     def kv_manager(self):
-        """The transfer backend's manager, None without disaggregation."""
+        """The transfer backend's manager; None without disaggregation."""
         name = {
             engine.DisaggregationMode.PREFILL: "disagg_prefill_bootstrap_queue",
             engine.DisaggregationMode.DECODE: "disagg_decode_prealloc_queue",
         }.get(self.disaggregation_mode)
         return getattr(self, name).kv_manager if name else None
 
-    # ---- requests that come, and are aborted ----
+    # ---- new and aborted requests ----
 
     def handle_generate_request(self, recv_req) -> None:
-        """Keeps ``extra_key``, which the engine receives and then drops; an error ends this request only.
+        """Keeps ``extra_key``, which the engine drops, and lets an error end this request only.
 
-        The key (also as ``cache_salt``) counts on decode workers with the flag, where prefixes of different keys must
-        not be shared.
+        With the flag, prefixes of different keys (also given as ``cache_salt``) are not shared.
         """
         if hasattr(self.tree_cache, "tier"):
             keep_extra_key(recv_req)
@@ -97,21 +96,23 @@ class Scheduler(engine.Scheduler):
             self.refuse_message(recv_req, e)
 
     def refuse_message(self, recv_req, error: Exception) -> str:
-        """Answer the message of a request that cannot be served. On all ranks, which have been given the same."""
+        """Answer status 400 to a request that cannot be served. All ranks get the same message."""
         reason = f"The request cannot be served: {type(error).__name__}: {error}"
         logger.error("Request %s", recv_req.rid, exc_info=error)
         finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
-        self.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req)
+        self.send_to_tokenizer.send_output(
+            AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req
+        )
         return reason
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds two cases that the engine forgets.
+        """Adds two cases that the engine misses.
 
-        A pause that retracts sends decode requests back without saying so. They would shake hands anew with a prefill
-        that has long finished them, and wait for ever.
+        A pause in mode ``retract`` requeues decode requests without ``is_retracted``: they would
+        start another handshake, with a prefill that has finished them, and wait forever.
 
-        With priorities, prefill, and decode with the flag, sort by them what waits, and one without any ends them: it
-        gets the least. Warm-ups have none.
+        With priorities, prefill and decode (with the flag) sort the queue by priority. A request
+        without one, such as a warm-up, would end the worker: it gets the lowest.
         """
         decodes = isinstance(self.tree_cache, DecodeRadixCache)
         is_retracted = is_retracted or (decodes and req.is_retracted)
@@ -121,15 +122,15 @@ class Scheduler(engine.Scheduler):
         super()._add_request_to_queue(req, is_retracted)
 
     def abort_request(self, recv_req) -> None:
-        """One in prefill's waiting queue that is aborted fails its transfer, or decode would wait for it."""
+        """An abort in prefill's waiting queue also fails the transfer: decode waits for it."""
         rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid
         self._abort(recv_req, lambda req: everything or req.rid.startswith(rid))
 
     def _abort(self, recv_req: Any, matches: Callable[[Any], bool]) -> None:
         prefill = self.disaggregation_mode == engine.DisaggregationMode.PREFILL
-        leaving = [req for req in self.waiting_queue if matches(req)] if prefill else []
+        aborted = [req for req in self.waiting_queue if matches(req)] if prefill else []
         super().abort_request(recv_req)
-        for req in leaving:
+        for req in aborted:
             if isinstance(req.disagg_kv_sender, CommonKVSender):
                 req.disagg_kv_sender.abort()
                 req.disagg_kv_sender.poll()
@@ -137,15 +138,15 @@ class Scheduler(engine.Scheduler):
     # ---- steps ----
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds that it is noted."""
+        """Adds `note_step`."""
         super().process_batch_result(batch, result)
         self.note_step(batch, result)
 
     def update_running_batch(self, batch):
-        """Adds, on decode, that what cannot be taken back is processed before a request is retracted.
+        """On decode, processes a final in-flight batch before a request is retracted.
 
-        What is saved of a request is the KV of the tokens whose results have been processed. A step in flight goes
-        further. KV of those tokens is computed again after the resume; `is_final` says of what that is not enough.
+        A retraction saves KV of processed tokens only. After a resume the token of the in-flight
+        batch is computed again, which a final batch (`is_final`) does not allow.
         """
         steps = getattr(self, "result_queue", None)
         if (
@@ -158,43 +159,43 @@ class Scheduler(engine.Scheduler):
         return super().update_running_batch(batch)
 
     def is_final(self, batch) -> bool:
-        """Whether a step in flight cannot be taken back. An extra may say so."""
+        """Whether the step of an in-flight ``batch`` cannot be repeated. An extra may say so."""
         return False
 
     def is_fully_idle(self, for_health_check=False) -> bool:
-        """A worker that has a prompt to compute is not idle."""
+        """Not idle while hooks have work, such as a prompt to compute."""
         return super().is_fully_idle(for_health_check) and not has_work(self)
 
     def end_step_of_none(self) -> None:
-        """Process the result of the step in flight if all of its requests have ended, as the loop is about to do.
-
-        Of a decode worker with the flag.
-        """
-        steps = getattr(self, "result_queue", None) if isinstance(self.tree_cache, DecodeRadixCache) else None
+        """With the decode tree, process the in-flight batch if all its requests have ended."""
+        steps = (
+            getattr(self, "result_queue", None)
+            if isinstance(self.tree_cache, DecodeRadixCache)
+            else None
+        )
         if steps and all(req.finished() for req in steps[-1][0].reqs):
             self._end_step()
             self.running_batch.filter_batch()
 
     def _end_step(self) -> None:
-        """Process the result of the step in flight now; the loop then finds none."""
+        """Process the result of the in-flight batch now; the event loop then finds none."""
         self.process_batch_result(*self.result_queue.popleft())
         self.last_batch = self.cur_batch = None
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds `begin_turn`, once per turn of every event loop."""
+        """Adds `begin_turn`, once per iteration of each event loop."""
         super().process_input_requests(recv_reqs)
         self.begin_turn(recv_reqs)
 
     def begin_turn(self, recv_reqs) -> None:
-        """What a turn of the loop begins with, when its messages have been processed."""
+        """Called in each iteration of the event loop after its messages were processed."""
 
     # ---- flushes ----
 
     def flush_cache(self) -> bool:
-        """A flush leaves pages in quarantine where they are.
+        """Keeps pages in quarantine, and does not fail for an in-flight batch of ended requests.
 
-        It does not fail for a step in flight when the answers of all requests have been told: a weight update, which
-        may come at once after the last of them, takes a refusal for an error that ends the scheduler.
+        A weight update may follow the last answer at once; a failed flush ends the scheduler.
         """
         self.end_step_of_none()
         flush = super().flush_cache

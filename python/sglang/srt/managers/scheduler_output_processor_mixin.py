@@ -1,4 +1,4 @@
-"""What a prefill or decode worker says of its requests.
+"""Results of prebuilt batches on decode.
 
 Upstream: none is known.
 """
@@ -15,7 +15,7 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
     """Counts the first tokens of prebuilt batches."""
 
     def process_batch_result_prebuilt(self, batch) -> None:
-        """With the decode tree, adds first tokens to those of reasoning, and frees what ends with them as one group."""
+        """Counts first tokens as reasoning tokens, and frees in one group (decode tree)."""
         for req in batch.reqs:
             if req.decode_prefix_len is not None and not req.retracted_stain:
                 self._maybe_update_reasoning_tokens(req, req.output_ids[0])

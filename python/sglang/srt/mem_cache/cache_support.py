@@ -1,7 +1,8 @@
-"""Which tree a worker gets, and what is refused with it: one table.
+"""Table of the workers that get a decode tree and the options that are refused with it.
 
-The start-up checks, their errors and the documentation (`markdown`) are made of it. `kv_cache_builder.py` builds the
-trees; here is nothing that needs the engine's caches, so options can be checked before anything is loaded.
+The start-up checks, their errors and the documentation (`markdown`) come from this table.
+`kv_cache_builder.py` builds the trees. This module imports no cache of the engine, so options are
+checked before anything is loaded.
 
 Upstream: none: it names what has been verified here.
 """
@@ -37,14 +38,14 @@ FLAG = "--disaggregation-decode-enable-radix-cache"
 
 
 class Rule(NamedTuple):
-    """Something that is refused: what it is called, with ``{args}`` for the server's, and whether it is so."""
+    """A refused setting: its name, which may contain ``{args}``, and its test."""
 
     name: str
     used: Callable[[ServerArgs], object]
 
 
 class Refused(NamedTuple):
-    """What is refused with one error, in the order in which it is looked at. error: with ``{name}`` and ``{args}``."""
+    """Rules that raise one error, checked in order. error: contains ``{name}`` and ``{args}``."""
 
     error: str
     rules: tuple[Rule, ...]
@@ -52,9 +53,9 @@ class Refused(NamedTuple):
 
 @dataclass(eq=False)
 class CacheKind:
-    """Workers that get one tree, in words; the class of the tree; and what is refused with it.
+    """A kind of worker: its description, the name of its tree's class, and what is refused.
 
-    An extra adds its own to `KINDS`, and changes what is refused with the others' by `add` and `replace`.
+    An extra adds its own kinds to `KINDS`, and changes the rules of others by `add` and `replace`.
     """
 
     workers: str
@@ -63,20 +64,20 @@ class CacheKind:
 
 
 def _switch(option: str) -> Rule:
-    """An option that is refused where it is given."""
+    """Rule: ``option`` is refused if given."""
     return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
 
 
 def _several(option: str, name: str) -> Rule:
-    """An option, ``name`` among the server's arguments, that is refused above 1."""
+    """Rule: ``option``, ``name`` in the server's args, is refused above 1."""
     return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
 
 
-# For the rows of extras.
+# For the rules of extras.
 switch, several = _switch, _several
 
 
-# Only later does the engine make an ordinary server, neither prefill nor decode, of a worker with it.
+# The engine turns such a worker into an aggregated server, but after this check.
 DIFFUSION = Rule("--dllm-algorithm", lambda args: args.dllm_algorithm is not None)
 
 SPECULATION = Rule("--speculative-algorithm", lambda args: args.speculative_algorithm is not None)
@@ -94,19 +95,23 @@ DECODE = CacheKind(
                 _switch("--enable-hierarchical-cache"),
                 _switch("--enable-lmcache"),
                 _switch("--enable-streaming-session"),
-                # Decode has no step in which they would be loaded.
+                # Decode has no step that would load the adapters.
                 _switch("--enable-lora-overlap-loading"),
-                # They are noted by slot where they are computed, and what prefill sends was computed there.
+                # Experts are recorded by slot on prefill, which computed the tokens.
                 _switch("--enable-return-routed-experts"),
                 DIFFUSION,
                 SPECULATION,
                 _several("--pipeline-parallel-size", "pp_size"),
                 _several("--attention-context-parallel-size", "attn_cp_size"),
-                Rule("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()),
+                Rule(
+                    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+                    lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),
+                ),
                 Rule(
                     "SGLANG_DISAGG_STAGING_BUFFER, which is Mooncake's",
                     lambda args: (
-                        envs.SGLANG_DISAGG_STAGING_BUFFER.get() and args.disaggregation_transfer_backend != "mooncake"
+                        envs.SGLANG_DISAGG_STAGING_BUFFER.get()
+                        and args.disaggregation_transfer_backend != "mooncake"
                     ),
                 ),
             ),
@@ -114,34 +119,36 @@ DECODE = CacheKind(
     ),
 )
 
-#: All there are, in the order of the documentation.
+#: All kinds, in the order of the documentation.
 KINDS = [DECODE]
 
 
 def kinds_with(layers: str) -> list[CacheKind]:
-    """Those for models with such layers; none where no extra has them. Extras that do come before who asks."""
+    """The kinds for models with ``layers``, from extras imported before the call."""
     return [kind for kind in KINDS if f"{layers} " in kind.workers]
 
 
 def add(kind: CacheKind, *rules: Rule) -> None:
-    """Refuse these too, last and in the words of what was last: an extra does so when it is imported."""
+    """Append ``rules`` to the last error of ``kind``. Called when an extra is imported."""
     *before, (error, old) = kind.refused
     kind.refused = (*before, Refused(error, (*old, *rules)))
 
 
 def replace(kind: CacheKind, name: str, *rules: Rule) -> None:
-    """Put ``rules`` in the place of the one called ``name``: an extra does so when it is imported."""
+    """Replace the rule called ``name`` by ``rules``. Called when an extra is imported."""
     found = [rule.name for refused in kind.refused for rule in refused.rules]
     if name not in found:
         raise ValueError(f"{kind.workers}: nothing called {name!r} is refused")
     kind.refused = tuple(
-        Refused(error, tuple(new for rule in old for new in (rules if rule.name == name else (rule,))))
+        Refused(
+            error, tuple(new for rule in old for new in (rules if rule.name == name else (rule,)))
+        )
         for error, old in kind.refused
     )
 
 
 def check(kind: CacheKind, args: ServerArgs) -> None:
-    """Raise ValueError for the first thing that is not verified with this kind's tree."""
+    """Raise ValueError for the first rule that ``args`` break."""
     for error, rules in kind.refused:
         for name, used in rules:
             if used(args):
@@ -149,33 +156,36 @@ def check(kind: CacheKind, args: ServerArgs) -> None:
 
 
 def check_not_turned_off(option: str, args: ServerArgs) -> None:
-    """Raise ValueError where the engine has turned the radix cache off by itself, which ``option`` needs.
+    """Raise ValueError if the engine itself turned off the radix cache, which ``option`` needs.
 
-    It does so while it goes through the options, and for deterministic inference at the end: ask then too.
+    Call it after the engine's last check too: deterministic inference turns the cache off there.
     """
     if not args.disable_radix_cache or args.radix_cache_is_unwanted:
         return
     backend = f"--attention-backend {args.attention_backend}"
-    cause, way_out = f"for this model or {backend}, as its log says", "Take another backend if that is why"
+    cause, way_out = (
+        f"for this model or {backend}, as its log says",
+        "Take another backend if that is why",
+    )
     if args.enable_deterministic_inference and args.attention_backend == "flashinfer":
         cause, way_out = f"for deterministic inference with {backend}", "Take fa3 or triton"
     raise ValueError(
-        f"{option} needs the radix cache, which the engine turns off {cause}. {way_out}, or start this worker "
-        "without the option."
+        f"{option} needs the radix cache, which the engine turns off {cause}. {way_out}, or start "
+        "this worker without the option."
     )
 
 
 def check_tree(option: str, tree: Any) -> None:
-    """Raise ValueError for a tree of the engine that keeps nothing, which it makes for such models by itself."""
+    """Raise ValueError if the engine built a disabled ``tree``, as it does for some models."""
     if tree.disable:
         raise ValueError(
-            f"{option} needs the radix cache, which the engine turns off for multimodal models with the Transformers "
-            "backend. Start this worker without the option."
+            f"{option} needs the radix cache, which the engine turns off for multimodal models "
+            "with the Transformers backend. Start this worker without the option."
         )
 
 
-class _Anyone:
-    """Options for the names of rules where nobody's are meant."""
+class _AnyArgs:
+    """Args for the names of rules in the documentation."""
 
     disaggregation_mode = "another"
 
@@ -184,9 +194,11 @@ class _Anyone:
 
 
 def markdown() -> str:
-    """The table in Markdown, for the documentation: workers, their tree, and what is refused at the start."""
+    """The table in Markdown: worker, tree, options refused at start-up."""
     lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
     for kind in KINDS:
-        names = [rule.name.format(args=_Anyone()) for refused in kind.refused for rule in refused.rules]
+        names = [
+            rule.name.format(args=_AnyArgs()) for refused in kind.refused for rule in refused.rules
+        ]
         lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
     return "\n".join(lines)

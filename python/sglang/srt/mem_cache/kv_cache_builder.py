@@ -1,7 +1,7 @@
-"""Builds the tree of a worker with a decode radix cache. What it may be, and what is refused, is in `cache_support.py`.
+"""Builds the decode tree of a worker. `cache_support.py` has the table of what is refused.
 
-The engine builds its own first, with the pools. What a request has beside KV comes from prefill with every request, so
-none of it has to be kept for a prefix: the tree is the one for KV alone, with a `StateKind`.
+The engine first builds its own tree and the pools. Prefill sends what a request has besides KV with
+every request, so the tree keeps KV only, and has a `StateKind` for the rest.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -20,7 +20,7 @@ __all__ = ["build"]
 
 
 def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCache:
-    """The decode tree for the pools of the tree that the engine has built.
+    """Build the decode tree for the pools of ``engines``, the engine's tree.
 
     Raises ValueError for a model that is not verified.
     """
@@ -28,15 +28,19 @@ def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCac
         others = " or ".join(other.layers for other in kinds())
         others = f", or in some layers {others}, are" if others else " are without the extra hybrid"
         raise ValueError(
-            f"{FLAG} is not verified for this model: the engine chose {type(engines).__name__} for it, "
-            f"and only models with full attention throughout (RadixCache){others}. "
+            f"{FLAG} is not verified for this model: the engine chose {type(engines).__name__} "
+            f"for it, and only models with full attention throughout (RadixCache){others}. "
             "Start this decode worker without the flag."
         )
     cache_support.check_tree(FLAG, engines)
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool if kind is StateKind else None
     if hasattr(pool, "get_state_buf_infos"):
         raise ValueError(
-            f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls state "
-            f"({type(pool).__name__}). Start this decode worker without the flag."
+            f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls "
+            f"state ({type(pool).__name__}). Start this decode worker without the flag."
         )
-    return DecodeRadixCache.take_over(engines) if kind is StateKind else kind.take_over(engines, scheduler)
+    return (
+        DecodeRadixCache.take_over(engines)
+        if kind is StateKind
+        else kind.take_over(engines, scheduler)
+    )

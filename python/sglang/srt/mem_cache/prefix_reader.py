@@ -1,4 +1,4 @@
-"""What a decode tree holds of a prompt, found without touching the tree: no split, no access time, no lock.
+"""Finds what a decode tree holds of a prompt without changing it: no split, access time or lock.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING", "PrefixPeek", "PrefixReader", "tokens_above"]
 
-# Tokens that are compared first: as many cost hardly more than one.
+# Tokens of the first comparison: so many cost hardly more than one.
 FIRST_LOOK = 256
 
 
 class PrefixPeek(NamedTuple):
-    """What the tree holds of a prompt, found without touching the tree. Good until the tree next changes.
+    """A match of a prompt, valid until the tree changes.
 
     length: matched tokens, a multiple of the page size.
-    evictable: how many of them no request has locked; locking the match takes these out of the evictable size.
-    path: the nodes that hold them, from the root down.
-    in_last: tokens of the last node that matched, a multiple of the page size.
+    evictable: how many of them are unlocked: a lock subtracts these from the evictable size.
+    path: the matched nodes, from the root down.
+    in_last: matched tokens of the last node, a multiple of the page size.
     """
 
     length: int
@@ -38,10 +38,10 @@ NOTHING = PrefixPeek(0, 0, [], 0)
 
 
 def tokens_above(nodes: Iterable[TreeNode | None], seen: set[TreeNode] | None = None) -> int:
-    """Tokens of the tree that locks on ``nodes`` hold, each once. Cost: the nodes above these, each once.
+    """Tokens that locks on ``nodes`` hold, each once. Cost: one visit per node above ``nodes``.
 
-    seen: nodes that do not count, to which this adds those that have been counted. Asked of all that run in each step
-    in which one comes or goes, so it makes no call for each of them.
+    seen: nodes to skip; the counted nodes are added to it. Computed over the whole batch whenever a
+    request starts or ends, so it makes no call per request.
     """
     seen = set() if seen is None else seen
     tokens = 0
@@ -54,33 +54,33 @@ def tokens_above(nodes: Iterable[TreeNode | None], seen: set[TreeNode] | None = 
 
 
 class PrefixReader:
-    """Reads one tree, whatever its root is at the time. What it knows tokens by is a subclass's to say."""
+    """Reads one tree. A subclass may map tokens to other keys (`keys_of`)."""
 
-    # Tokens at the end of a sequence that the tree cannot know.
+    # Tokens at the end of a sequence that have no key yet.
     unknown = 0
 
     def __init__(self, tree: RadixCache) -> None:
         self._tree = tree
 
     def keys_of(self, token_ids: Sequence[Any]) -> Sequence[Any]:
-        """What the tree knows these tokens by."""
+        """The keys of these tokens in the tree."""
         return token_ids
 
     def keys_in(self, node: TreeNode) -> Sequence[Any]:
-        """A node's keys, as `keys_of` returns them."""
+        """The keys of ``node``, as `keys_of` returns them."""
         return node.key.token_ids
 
     def whole_pages(self, token_ids: list[Any], extra_key: str | None) -> RadixKey:
-        """The key for these tokens, up to the last whole page."""
+        """The key of the whole pages of these tokens."""
         return RadixKey(page_align_keys(token_ids, self._tree.page_size), extra_key)
 
     def tell_tokens(self, events: Iterable[Any]) -> None:
-        """Have events of a new node tell of tokens, where they have its keys."""
+        """Replace keys by tokens in KV events of a new node."""
 
     def peek(self, token_ids: Sequence[Any], extra_key: str | None) -> PrefixPeek:
-        """Longest page-aligned prefix of ``token_ids`` in the tree, without a split, an access time or a lock.
+        """The longest page-aligned prefix of ``token_ids`` in the tree.
 
-        token_ids: list of ints, as long as the request may match, or their `keys_of`. Cost: see `descend`.
+        token_ids: the ints that the request may match, or their `keys_of`. Cost: see `descend`.
         """
         token_ids = self.keys_of(token_ids)
         path: list[TreeNode] = []
@@ -95,12 +95,10 @@ class PrefixReader:
     def descend(
         self, node: TreeNode, length: int, token_ids: Sequence[Any], extra_key: str | None
     ) -> Iterator[tuple[TreeNode, int]]:
-        """The nodes below ``node`` that hold what follows the first ``length`` tokens, each with how many it holds.
+        """The nodes below ``node`` that match ``token_ids[length:]``, each with its matched tokens.
 
-        token_ids: as `keys_of` returns them.
-
-        ``node`` ends where these tokens end. Nothing is touched; cost: a few comparisons per token that is held, at C
-        speed.
+        token_ids: as `keys_of` returns them; ``node`` ends after the first ``length``.
+        Cost: a few comparisons per matched token, at C speed.
         """
         page, child_key = self._tree.page_size, self._tree.get_child_key_fn
         end = len(token_ids) // page * page
@@ -111,20 +109,21 @@ class PrefixReader:
             if child is None:
                 return
             held = child.key.token_ids
-            # It goes by its first page.
+            # The child's first page is equal: it is its dict key.
             span = self.common_length(held, token_ids, page, length)
             yield child, span
             if span < len(held):
-                # It ends within the node.
+                # The match ends inside the node.
                 return
             length, node = length + span, child
 
-    def common_length(self, a: Sequence[Any], b: Sequence[Any], known: int = 0, start: int = 0) -> int:
-        """Tokens, whole pages, that ``a`` and what follows the first ``start`` of ``b`` have in common.
+    def common_length(
+        self, a: Sequence[Any], b: Sequence[Any], known: int = 0, start: int = 0
+    ) -> int:
+        """Tokens, in whole pages, that ``a`` and ``b[start:]`` share; both as by `keys_of`.
 
-        The first ``known`` are known to be equal. Both as `keys_of` returns them. A prefix is equal up to some page and
-        never after: it is looked for in steps that double, so that what is compared goes by what they share, not by how
-        long they are, and in the step in which it ends by halving.
+        known: tokens known to be equal. The search doubles its step up to the first difference and
+        bisects the last step, so its cost depends on the shared length.
         """
         page = self._tree.page_size
         low, high = known // page, min(len(a), len(b) - start) // page
@@ -139,5 +138,5 @@ class PrefixReader:
         return low * page
 
     def same(self, a: Sequence[Any], b: Sequence[Any], first: int, last: int, start: int) -> bool:
-        """Whether ``a`` and what follows ``start`` of ``b`` are equal from ``first`` to ``last``."""
+        """Whether ``a`` and ``b[start:]`` are equal from ``first`` to ``last``."""
         return bool(a[first:last] == b[start + first : start + last])

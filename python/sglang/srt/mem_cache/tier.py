@@ -1,12 +1,14 @@
-"""Where a decode tree's KV is kept beside its pool: what admission and the scheduler ask. Of itself nothing keeps any;
-an extra gives its tree a `Tier` of its own.
+"""KV kept outside a decode tree's pool (HiCache L2 or L3), as admission and the scheduler see it.
 
-A *save* is a copy of one node's pages. The node is locked until the copy has been taken, so its pages are not given to
-others meanwhile. A *load* brings pages back: before a request is admitted, where the tier's own tree or the worker's
-takes them in (`fetch`), or into the request's own pages beside what prefill sends (`lock`, `load`). The trees of TP
-ranks are replicas, so ranks begin the same copies in the same order; only whether one has ended is reduced.
+The core's `Tier` keeps nothing; an extra gives its tree another.
 
-Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
+A *save* copies one node's pages; the node is locked until the copy ends. A *load* brings pages
+back: into a tree before the request is admitted (`fetch`), or into the request's own pages (`lock`,
+`load`). The trees of TP ranks are replicas, so all ranks begin the same copies in the same order;
+they reduce only whether a copy has ended.
+
+Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees
+of other packages.
 """
 
 from __future__ import annotations
@@ -26,93 +28,92 @@ __all__ = ["NO_TIER", "Tier"]
 
 
 class Tier:
-    """One rank's tier, as admission and the scheduler see it. This one keeps nothing."""
+    """The tier of one rank. This one keeps nothing."""
 
-    # In messages.
+    # Its name in messages.
     name = "a tier"
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being copied, or soon will be, or a request waits for it."""
+        """Whether a copy runs or is queued, or a request waits for one."""
         return False
 
     def know_live(self, live: Callable[[], LiveReqs], growth: Callable[[LiveReqs], int]) -> None:
-        """live: the requests of the worker that hold KV. growth: tokens that admission keeps for their next steps."""
+        """live: requests that hold KV. growth: tokens that admission keeps for their next steps."""
 
     # ---- before a request is admitted ----
 
     def fetch(self, req: Req, entry: QueueEntry) -> None:
-        """Begin to bring into the worker what it lacks of a new request's prompt."""
+        """Begin to load the missing part of a new request's prompt."""
 
     def is_done(self, rid: str) -> bool:
-        """Whether ``rid`` waits for nothing more to be brought."""
+        """Whether ``rid`` no longer waits for `fetch`."""
         return True
 
     def leave(self, rid: str) -> None:
-        """``rid`` has been admitted or is gone; on all ranks in the same step."""
+        """``rid`` has been admitted or has ended; on all ranks in the same step."""
 
-    # ---- what is copied into a request's own pages ----
+    # ---- loads into a request's own pages ----
 
     def watch(self, token_ids: Sequence[int], extra_key: str | None) -> Any:
-        """Begin to watch what the tier has of a prompt, ``length`` tokens, which is then evicted last."""
+        """Subscribe to a prefix: ``length`` is the tier's match, which is evicted last."""
         return None
 
     def end_watch(self, watch: Any) -> None:
-        """End it."""
+        """End a prefix subscription."""
 
     def found(self, watch: Any, held: int) -> PrefixPeek:
-        """What the tier has of a prompt, if that is more than the ``held`` tokens that the tree has."""
+        """The tier's match, if longer than ``held``, the tokens that the tree has."""
         return NOTHING
 
     def found_of(self, token_ids: Sequence[int], extra_key: str | None, held: int) -> PrefixPeek:
-        """The same of a prompt that nobody watches."""
+        """As `found`, for a prompt without a subscription."""
         return NOTHING
 
     def lock(self, found: PrefixPeek, held: int, priority: int) -> Any:
-        """Keep what was found until `let_go`; the load of a request, which has pages for it once it is admitted.
+        """Lock what was found until `let_go`. Returns the load, which begins after admission.
 
-        Of a load, ``done`` and ``wait`` are called, and ``end`` and ``known`` read: the tokens of the prompt down to
-        its end, and whether a prefill has what ends there.
+        A load has the methods ``done`` and ``wait``, ``end`` (tokens of the prompt up to its end)
+        and ``known`` (whether a prefill has computed this prefix).
         """
         raise NotImplementedError
 
     def load(self, load: Any, req: Req, rows: Any) -> None:
-        """Begin to copy into the pages of ``req``, and set its ``host_prefix_len``. What raises in it ends the worker,
-        as in `RequestMemory.give`."""
+        """Begin the copy; set ``host_prefix_len`` of ``req``. An exception ends the worker."""
 
     def let_go(self, load: Any) -> None:
-        """A request is committed, or has failed; its copy has ended. On all ranks in the same step."""
+        """Release ``load`` once its copy has ended; on all ranks in the same step."""
 
-    # ---- a step ----
+    # ---- queue step ----
 
     def begin_step(self, group: Any, alone: bool) -> Sequence[Any]:
-        """Begin copies. Returns what the ranks of ``group`` are to poll together. alone: there is one."""
+        """Begin copies. Returns those that ``group`` polls together. alone: it has one rank."""
         return ()
 
     def end_step(self, polls: Sequence[int]) -> None:
-        """Take in what they have agreed on."""
+        """Apply the reduced polls."""
 
     # ---- figures ----
 
     def figures(self) -> list[int]:
-        """What must be the same on all ranks, beside the figures of the tree and its pool."""
+        """More figures that must be equal on all ranks, as those of the tree and its pool."""
         return []
 
     def cached_details(self, req: Req) -> dict[str, int]:
-        """What of ``cached_tokens_details`` the tier knows."""
+        """The tier's part of ``cached_tokens_details``."""
         return {}
 
     def nodes_in_use(self) -> Sequence[TreeNode]:
-        """The nodes of the tree that saves and loads have locked."""
+        """Nodes of the tree that saves and loads have locked."""
         return ()
 
     @property
     def unreturned_tokens(self) -> int:
-        """Tokens of the worker's pool that are outside its tree while they are read or written."""
+        """Tokens of the pool that copies use outside the tree."""
         return 0
 
     def state(self) -> dict[str, Any]:
-        """What ``kv_pool.host`` says, if anything."""
+        """Content of ``kv_pool.host``."""
         return {}
 
     def places(self) -> dict[str, tuple[int, int]]:
@@ -120,20 +121,20 @@ class Tier:
         return {}
 
     def faults(self) -> list[str]:
-        """Every way in which it contradicts itself, of a worker without requests or copies."""
+        """Faults of the tier on a worker without requests and copies."""
         return []
 
-    # ---- ends ----
+    # ---- release and stop ----
 
     def release_device(self) -> bool:
-        """Wait for saves and give their nodes back to evictions; whether there were any. On all ranks alike."""
+        """Wait for saves and unlock their nodes. Returns whether any ran, equal on all ranks."""
         return False
 
     def stop(self) -> None:
-        """Use what it keeps no more, ever: the weights are about to change."""
+        """Never use the stored KV again: the weights are about to change."""
 
     def wait(self) -> None:
-        """Wait for copies to and from the pool, whose memory is about to be taken away."""
+        """Wait for copies to and from the pool before its memory is released."""
 
 
 NO_TIER = Tier()
