@@ -184,7 +184,7 @@ class DecodeRequest(engine.DecodeRequest):
             )
 
     def writers_done(self) -> bool:
-        """Whether no prefill can write to the request's pages, or all had their time to."""
+        """Whether no prefill can write to the request's pages, or its time for that has passed."""
         try:
             return self.kv_receiver.writers_done()
         except Exception as e:
@@ -284,7 +284,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
         """Waits for the prefill's info even if the client names its DP rank.
 
-        The engine never asks that prefill for it, and so fails all requests that name a rank.
+        The engine never asks for this info then, and so fails all requests that name a rank.
         """
         if self.has_radix and engine._bootstrap_addr(req) not in self.kv_manager.prefill_info_table:
             return None
@@ -341,7 +341,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         window = self.schedule.window(self.queue)
         requests = window.requests
         if not requests and not self.retracted_queue:
-            # All ranks return here: requests are broadcast. Resumes need the measured figures.
+            # All ranks return here, as requests are broadcast. A resume needs measured figures.
             return Agreed((), requests)
         polls = [poll_handshake(dr, self.tier) for dr in requests]
         if self.ranks.size == 1:
@@ -545,7 +545,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         except Exception as e:
             if not isinstance(self.tree_cache, DecodeRadixCache):
                 raise
-            # On all ranks, which have been sent the same metadata.
+            # On all ranks alike: all received the same metadata.
             abort_commit(req, e)
             return True
         if done and not decode_req.is_aborted:
@@ -561,8 +561,7 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
     def process_decode_queue(self) -> None:
         """Adds `begin_step`, and polls handshakes and transfers while retracted requests wait.
 
-        The engine polls neither until all have resumed: if transfers hold their memory, that is
-        never.
+        The engine polls neither until all have resumed: never, if transfers hold their memory.
         """
         queue = self.disagg_decode_prealloc_queue
         queue.begin_step()

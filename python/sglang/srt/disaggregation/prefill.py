@@ -99,16 +99,15 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         """Wraps the engine's send: the cursor only moves forward; a last chunk may carry no KV.
 
-        A chunk that ends at or before the cursor sends nothing; the engine would move the cursor
-        back. If decode holds the whole prompt, the last chunk carries the metadata and the state,
-        if any.
+        A chunk that ends at or before the cursor sends nothing; the engine would move it back. If
+        decode holds the whole prompt, the last chunk carries the metadata, and the state if any.
         """
         page_size = self.token_to_kv_pool_allocator.page_size
         end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
         if not last_chunk and end - end % page_size <= req.start_send_idx:
             return
         if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
-            # With --pp-async-batch-depth, the last stage has not waited for it.
+            # With --pp-async-batch-depth, the last stage has not waited for this event.
             self.launch_event.synchronize()
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:

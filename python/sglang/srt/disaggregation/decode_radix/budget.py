@@ -165,8 +165,7 @@ class Running(NamedTuple):
 class Budget:
     """What one admission step may use.
 
-    Plans update it, not their outcome, so TP ranks decide alike even if one fails to carry out a
-    plan.
+    Plans update it, not outcomes: TP ranks decide alike even if one fails to carry out a plan.
 
     free: free or evictable. available: free without an eviction. in_tree: locked only by running
     requests when the step began. locked: locked of it since, by admissions. uses: of running
@@ -291,9 +290,7 @@ class Accounts:
         self.lengths = Lengths(tree.page_size, most_new_tokens)
 
     def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
-        """What it takes to admit ``req`` with KV for ``token_ids``, of which ``found`` is in the
-        tree.
-        """
+        """What it takes to admit ``req`` with KV for ``token_ids``; the tree holds ``found``."""
         page, prefix_len, num_tokens = self._page, found.length, len(token_ids)
         left = _tokens_left(req)
         # Rounded up once, over all: else a request that just fits the pool would wait forever.

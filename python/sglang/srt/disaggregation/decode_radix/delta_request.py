@@ -39,9 +39,7 @@ class PrefillDeltas:
         buffer_indices: Any,
         hooks: Hooks[DecodeHooks] = NO_HOOKS,
     ):
-        """rows: the req_to_token pool. buffers, buffer_indices: of metadata, and their
-        allocator.
-        """
+        """rows: the req_to_token pool. buffer_indices: the allocator of metadata ``buffers``."""
         self._tree, self._rows, self._hooks = tree, rows, hooks
         self._buffers, self._buffer_indices = buffers, buffer_indices
         # Requests admitted in this step.
@@ -93,9 +91,7 @@ class PrefillDeltas:
                 decode_req.lose(e)
 
     def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
-        """On the device: first slots of the delta's pages, targets of the state, those of
-        extras.
-        """
+        """On the device: first slots of the delta's pages, targets of state and of extras."""
         req, tree = decode_req.req, self._tree
         table = self._rows.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
         states = tree.state.targets(req, table)

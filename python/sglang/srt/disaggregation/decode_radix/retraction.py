@@ -63,9 +63,7 @@ class BudgetOfStep:
     def __init__(
         self, accounts: Accounts, live: LiveReqs, loading: Callable[[], Iterable[TreeNode]]
     ):
-        """live: retracted requests are left out: they hold no KV. loading: see
-        `Accounts.budget`.
-        """
+        """live: without retracted requests, as they hold no KV. loading: see `Accounts.budget`."""
         self._accounts, self._live, self._loading = accounts, live._replace(retracted=()), loading
         self._joined: list[Req] = []
         self._budget: Budget | None = None
