@@ -470,38 +470,30 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         arrived: list[Req] = []
         ended: list[Req] = []
         still: list[DecodeRequest] = []
-        for decode_req, poll in zip(self.queue, polls, strict=False):
+        for dr, poll in zip(self.queue, polls, strict=False):
             if poll == KVPoll.Failed:
-                self._fail(decode_req)
-                ended.append(decode_req.req)
-                self._set_aside(
-                    decode_req,
-                    released,
-                    closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL,
-                )
-            elif decode_req.phase is LOCAL and poll == KVPoll.Success:
-                decode_req.entry.source.agree(decode_req)
-            elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
-                still.append(decode_req)
-            elif decode_req.is_aborted:
+                self._fail(dr)
+                ended.append(dr.req)
+                self._set_aside(dr, released, closed=is_warmup(dr.req) or dr.phase is LOCAL)
+            elif dr.phase is LOCAL and poll == KVPoll.Success:
+                dr.entry.source.agree(dr)
+            elif poll != KVPoll.Success or not self._commit_transfer_to_req(dr):
+                still.append(dr)
+            elif dr.is_aborted:
                 # The buffer held another request's metadata, or the commit failed.
-                self.policy.leave(decode_req.entry)
-                ended.append(decode_req.req)
-                self._set_aside(
-                    decode_req,
-                    released,
-                    decode_req.kv_receiver is None or is_warmup(decode_req.req),
-                )
+                self.policy.leave(dr.entry)
+                ended.append(dr.req)
+                self._set_aside(dr, released, dr.kv_receiver is None or is_warmup(dr.req))
             else:
                 # First: it no longer waits, so the tree need not be searched for its prompt.
-                self.policy.committed(decode_req.entry)
-                self.tree_cache.commit_req(decode_req.req)
-                let_go(decode_req, self.tree_cache.tier)
-                decode_req.advance(Phase.COMMITTED)
-                arrived.append(decode_req.req)
-                self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
-        for decode_req in released:
-            release(decode_req, self.tree_cache, self.req_to_metadata_buffer_idx_allocator)
+                self.policy.committed(dr.entry)
+                self.tree_cache.commit_req(dr.req)
+                let_go(dr, self.tree_cache.tier)
+                dr.advance(Phase.COMMITTED)
+                arrived.append(dr.req)
+                self.req_to_metadata_buffer_idx_allocator.free(dr.metadata_buffer_index)
+        for dr in released:
+            release(dr, self.tree_cache, self.req_to_metadata_buffer_idx_allocator)
         self.queue = still
         # After the release: this may be the last load report to a DP controller for long.
         for req in ended:
