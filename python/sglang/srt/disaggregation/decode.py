@@ -1,6 +1,7 @@
-"""Decode worker with a prefix cache: admission matches, locks and allocates the delta only.
+"""Decode worker with a radix cache: admission locks the cached prefix and allocates the delta only.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746), with #24230 and, for Mooncake, #24257; all merged.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746), with #24230 and, for Mooncake,
+#24257; all merged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from sglang.srt.disaggregation.decode_radix import overlap_guard
 from sglang.srt.disaggregation.decode_radix.admission import Admission
 from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
 from sglang.srt.disaggregation.decode_radix.budget import Accounts, Budget, LiveReqs, live_reqs
-from sglang.srt.disaggregation.decode_radix.commit import abort_commit, note_transfer, report_end, take_along
+from sglang.srt.disaggregation.decode_radix.commit import (
+    abort_commit,
+    note_transfer,
+    report_end,
+    take_along,
+)
 from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
 from sglang.srt.disaggregation.decode_radix.handshake import (
     LiveRooms,
@@ -42,7 +48,12 @@ from sglang.srt.disaggregation.decode_radix.quarantine import (
 )
 from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
 from sglang.srt.disaggregation.decode_radix.retraction import Resumption, joins
-from sglang.srt.disaggregation.decode_radix.schedule import Agreed, OwnFigures, Schedule, priority_sign
+from sglang.srt.disaggregation.decode_radix.schedule import (
+    Agreed,
+    OwnFigures,
+    Schedule,
+    priority_sign,
+)
 from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -66,28 +77,28 @@ LOCAL = Phase.LOCAL
 
 @dataclass
 class DecodeRequest(engine.DecodeRequest):
-    """A request of which anything may raise: that fails this request, and on all TP ranks alike.
+    """An error in a request fails this request only, and on all TP ranks in the same step.
 
-    error: what went wrong on this rank. From then on the request polls as failed, so the next reduction fails it on all
-    ranks; until then it stays in the same queue on all of them.
+    error: what failed on this rank. The request then polls as failed, so the next reduction fails
+    it on all ranks. Until then it stays in the same queue on all ranks.
     """
 
     error: str | None = None
     failed_at: float = 0.0
     phase: Phase = field(default=Phase.HANDSHAKE, init=False)
-    # What the schedule policy knows of it, from when it is first asked; see `Schedule.entry_of`.
+    # The schedule policy's entry, set when first asked for; see `Schedule.entry_of`.
     entry: QueueEntry | None = None
-    # What prefill is asked for: pages, and what the engine calls the state, if the model has any, see `StateKind`.
+    # What prefill is to write to: pages, and state if the model has any, see `StateKind`.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
-    # What it counts on in a tier (`Tier.lock`), until it is committed or has given its pages back.
+    # The load locked in a tier (`Tier.lock`), until commit or release.
     load: Any = None
-    # Whether another request of its room was refused: its half may come to prefill after that has dropped the room.
+    # A second request of this room was refused; its half may reach prefill after the room's end.
     is_doubled: bool = field(default=False, init=False)
 
     @property
     def waiting_for_input(self) -> bool:
-        """The engine's flag for a request that may be admitted, as part of its phase."""
+        """The engine's flag for a request that may be admitted, derived from the phase."""
         return self.phase is Phase.READY
 
     @waiting_for_input.setter
@@ -96,53 +107,50 @@ class DecodeRequest(engine.DecodeRequest):
 
     @property
     def priority(self) -> int | None:
-        """By which the engine counts the requests of a queue."""
+        """The engine counts the requests of a queue by priority."""
         return self.req.priority
 
     @property
     def is_aborted(self) -> bool:
         return isinstance(self.req.finished_reason, FINISH_ABORT)
 
-    # ---- what happens to it ----
+    # ---- changes of state ----
 
     def advance(self, phase: Phase) -> None:
-        """It has come into ``phase``."""
         self.phase = phase
 
     def enter(self, entry: QueueEntry) -> QueueEntry:
-        """It has joined the queue of a schedule policy."""
         self.entry = entry
         return entry
 
     def said_prompt(self) -> bytes:
-        """What prefill compares of its prompt with its own: how many tokens it has."""
+        """The prompt length on the wire, which prefill compares with its own."""
         return len(self.req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
 
     def take_buffer(self, index: int) -> None:
-        """Its metadata will come into that buffer."""
         self.metadata_buffer_index = index
 
     def name_target(self, page_indices: np.ndarray, state_indices: list[int] | None) -> None:
-        """What prefill is to write to."""
+        """Set what prefill is to write to."""
         self.page_indices, self.state_indices = page_indices, state_indices
 
     def fail(self) -> None:
-        """Have prefill, which may write for it, write no more."""
+        """Have prefill stop writing for this request, unless it is a warm-up or computed here."""
         self.failed_at = time.monotonic()
         if not is_warmup(self.req) and self.phase is not LOCAL:
-            # Also where an error came before this rank had asked: the quarantine is the same on all ranks.
+            # Even if this rank had not asked yet: all ranks must quarantine the same requests.
             self.kv_receiver.fenced = True
             self.cancel()
 
     def lose(self, error: Exception | str) -> None:
-        """Have the next reduction fail this request."""
+        """Mark the request failed on this rank; the next reduction fails it on all ranks."""
         if isinstance(error, Exception):
             logger.error("Request %s", self.req.rid, exc_info=error)
             error = f"{type(error).__name__}: {error}"
         self.error = error if self.error is None else self.error
 
     def poll(self) -> int:
-        """What the receiver says, or whether it is computed here; not before what is copied for it has come."""
+        """The receiver's or local poll; at most Transferring while the load is copied."""
         copied = self.load is None or self.load.done()
         return self._poll() if copied else min(self._poll(), int(KVPoll.Transferring))
 
@@ -157,7 +165,7 @@ class DecodeRequest(engine.DecodeRequest):
             return int(KVPoll.Failed)
 
     def failure_reason(self) -> str:
-        """Why it failed, as far as this rank knows, after a colon."""
+        """Why the request failed, as far as this rank knows, after a colon."""
         try:
             if isinstance(self.kv_receiver, CommonKVReceiver):
                 return f": {self.error or self.kv_receiver.failure()}"
@@ -167,14 +175,16 @@ class DecodeRequest(engine.DecodeRequest):
         return f": {self.error}" if self.error else ""
 
     def cancel(self) -> None:
-        """Tell prefill, which would wait for this request or write for it. Time ends what it has not learnt of."""
+        """Tell prefill to stop waiting or writing. If the message is lost, prefill times out."""
         try:
             self.kv_receiver.cancel()
         except Exception as e:
-            logger.error("Could not tell prefill that request %s has failed", self.req.rid, exc_info=e)
+            logger.error(
+                "Could not tell prefill that request %s has failed", self.req.rid, exc_info=e
+            )
 
     def writers_done(self) -> bool:
-        """Whether no prefill can write to the request's pages any more, or had as long as a transfer may take."""
+        """Whether no prefill can write to the request's pages, or its time for that has passed."""
         try:
             return self.kv_receiver.writers_done()
         except Exception as e:
@@ -183,17 +193,17 @@ class DecodeRequest(engine.DecodeRequest):
 
 
 class DecodeReqToTokenPool(KeptRows, engine.DecodeReqToTokenPool):
-    """Rows of requests, of which some can be kept out of others' hands."""
+    """The req_to_token pool, with slots that can be withheld from other requests."""
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """Admission with a decode-side radix cache; without the flag, every method is the engine's own."""
+    """Admission with a decode-side radix cache; without the flag, every method is the engine's."""
 
-    # An extra may put others in their place.
+    # Extras may replace these classes.
     schedule_type, admission_type = Schedule, Admission
 
     def __init__(self, *args, **kwargs):
-        """Adds what the engine's queue needs beside a cache."""
+        """Adds what the engine's queue needs for a radix cache."""
         super().__init__(*args, **kwargs)
         self.has_radix = False
         self.rooms = LiveRooms()
@@ -204,32 +214,37 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _init_radix(self, tree: DecodeRadixCache) -> None:
         self.has_radix, self.radix, self.tier = True, tree, tree.tier
         self.tier.know_live(self.live, lambda live: self.accounts.ahead(live))
-        # A question does not hold up the scheduler here. When to ask again and to give up is the manager's to say.
+        # Queries do not block the scheduler here. The manager decides on retries and giving up.
         self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
         rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
         self.ranks = Ranks(self.gloo_group)
         hooks = self.transfer_queue.hooks
-        sources, figures = tuple(of() for of in hooks.source), [measured() for measured in hooks.measured]
+        sources, figures = tuple(of() for of in hooks.source), [of() for of in hooks.measured]
         if not self.ranks.are_alike([sum(one.width for one in figures)]):
             raise ValueError(
-                "the TP ranks of this decode worker do not measure the same: options, extras or the package differ "
-                "between its nodes. Start all of them with the same options and SGLANG_PD_RADIX_EXTRAS."
+                "the TP ranks of this decode worker do not measure the same: options, extras or "
+                "the package differ between its nodes. Start all of them with the same options and "
+                "SGLANG_PD_RADIX_EXTRAS."
             )
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows)
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = self.schedule_type(self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures)
+        self.schedule = self.schedule_type(
+            self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures
+        )
         events = events_of(self.scheduler.server_args)
         self.admission = self.admission_type(
             tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks
         )
-        self.resumption = Resumption(tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks)
+        self.resumption = Resumption(
+            tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks
+        )
 
-    # ---- requests that come ----
+    # ---- new requests ----
 
     def add(self, req: Req, is_retracted: bool = False) -> None:
-        """Refuses the second of two live requests of one room; an error fails this request only."""
+        """Refuses a second live request of a bootstrap_room; an error fails this request only."""
         if not self.has_radix:
             super().add(req, is_retracted)
             return
@@ -240,41 +255,43 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             super().add(req, is_retracted)
         except Exception as e:
             if not self.queue or self.queue[-1].req is not req:
-                # Not even a receiver could be made. In the queue it fails on all ranks in the same step.
-                self.queue.append(DecodeRequest(req, FakeKVReceiver(self.kv_manager, "", req.bootstrap_room)))
+                # No receiver was made. In the queue, the request fails on all ranks at once.
+                self.queue.append(
+                    DecodeRequest(req, FakeKVReceiver(self.kv_manager, "", req.bootstrap_room))
+                )
             self.queue[-1].lose(e)
         if not is_retracted and self.queue and self.queue[-1].req is req:
             self._welcome(self.queue[-1])
 
     def _welcome(self, decode_req: DecodeRequest) -> None:
-        """Make a new request known: to the tree and to the tier."""
+        """Register a new request with the schedule, the rooms and the tier."""
         self.schedule.entry_of(decode_req)
         if not is_warmup(decode_req.req):
             self.rooms[decode_req.req.bootstrap_room] = decode_req
             self.fetch(decode_req)
 
     def fetch(self, decode_req: DecodeRequest) -> None:
-        """Have the tier bring what is not here of its prompt."""
+        """Have the tier fetch the part of the prompt that this worker lacks."""
         try:
             self.tier.fetch(decode_req.req, self.schedule.entry_of(decode_req))
         except Exception as e:
-            # On all ranks: they hash the same.
+            # On all ranks alike: all hash the same prompt.
             decode_req.lose(e)
 
     def _all_requests(self) -> list[DecodeRequest]:
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
 
     def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
-        """Lets a request whose client names the rank wait until its prefill is known.
+        """Waits for the prefill's info even if the client names its DP rank.
 
-        The engine fails it, and asks that prefill nothing; so it fails all that name one.
+        The engine never asks for this info then, and so fails all requests that name a rank.
         """
         if self.has_radix and engine._bootstrap_addr(req) not in self.kv_manager.prefill_info_table:
             return None
         return super()._resolve_prefill_dp_rank(req)
 
     def _resolve_pending_reqs(self) -> None:
-        """Fails what waits for a prefill that is gone, of no use or silent."""
+        """Fails requests whose prefill is lost, incompatible or unresponsive."""
         super()._resolve_pending_reqs()
         if self.has_radix:
             fail_unreached(self.pending_reqs, self.kv_manager)
@@ -282,45 +299,49 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     # ---- one step of the queue ----
 
     def begin_step(self) -> None:
-        """Ask prefills that could not be asked for a step in flight, whose result has now been processed."""
+        """Ask for deltas that waited for an in-flight batch, whose result is now processed."""
         if self.has_radix:
             self.admission.deltas.ask_deferred(self.transfer_queue.queue)
 
     def pop_preallocated(self, rids_to_check: list[str] | None = None):
-        """Replaces the engine's admission, which allocates whole prompts: match, lock, allocate and ask for the delta.
+        """Replaces the engine's admission of whole prompts: lock the prefix, ask for the delta.
 
         rids_to_check: only used with pipeline parallelism, which the flag excludes.
         """
         if not self.has_radix:
             return super().pop_preallocated(rids_to_check)
-        # 1. Commit what has arrived, so that who waited for it goes on in this step.
+        # 1. Commit arrived requests, so that requests that wait for their prefixes can go on.
         self.transfer_queue.collect()
-        # 2. Find out what a step in flight still uses of requests that have ended, before other rows become free.
+        # 2. Find what an in-flight batch still uses of ended requests, before slots are freed.
         fence = overlap_guard.OPEN
         if self.queue:
-            fence = overlap_guard.raise_fence(self.scheduler, self.req_to_token_pool, self.radix.page_size)
-        # 3. Go on with handshakes.
+            fence = overlap_guard.raise_fence(
+                self.scheduler, self.req_to_token_pool, self.radix.page_size
+            )
+        # 3. Advance handshakes.
         self._resolve_pending_reqs()
         self._steps, queue, retracted = self._steps + 1, self.queue, self.retracted_queue
-        if self.admission.has_nothing_new(self._steps, queue, retracted, self.schedule, self._budget, self.live):
+        if self.admission.has_nothing_new(
+            self._steps, queue, retracted, self.schedule, self._budget, self.live
+        ):
             return [], []
-        # 4. Agree with the other ranks on who is looked at, and in which order.
+        # 4. Agree with the other ranks on the candidates and their order.
         if (agreed := self._agree()) is None:
-            # Or they would look again only when somebody ends.
+            # Else steps would be skipped until a running request ends.
             self.admission.held = None
             return [], []
-        # 5. Let go of what has been aborted, or failed.
+        # 5. Drop aborted and failed requests.
         failed = self._drop_aborted()
-        # 6. Admit. As in the engine, a retracted request that waits for memory goes before everything else.
+        # 6. Admit. As in the engine, retracted requests that wait for memory go first.
         admitted = [] if self.retracted_queue else self._admit(agreed, fence)
         return admitted, failed
 
     def _agree(self) -> Agreed | None:
-        """Poll the handshakes and find out, with the other ranks, what to do next; None to skip the step."""
+        """Poll the handshakes and agree with the other ranks on the step; None to skip it."""
         window = self.schedule.window(self.queue)
         requests = window.requests
         if not requests and not self.retracted_queue:
-            # On all ranks alike, by broadcast. Who is to come back goes by what is measured, which is agreed on too.
+            # All ranks return here, as requests are broadcast. A resume needs measured figures.
             return Agreed((), requests)
         polls = [poll_handshake(dr, self.tier) for dr in requests]
         if self.ranks.size == 1:
@@ -328,7 +349,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return self.schedule.decide(window)
         buffers = self.req_to_metadata_buffer_idx_allocator.available_size()
         own = OwnFigures(len(self.queue), len(self.retracted_queue), self.memory.figures(), buffers)
-        return self.schedule.agree(window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_))
+        return self.schedule.agree(
+            window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_)
+        )
 
     def _take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
         failed = take_polls(requests, polls)
@@ -348,9 +371,13 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         rows = self.req_to_token_pool.available_size() - fence.rows
         admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule)
         self._forget(admitted)
-        # Several ranks find out first whether it has failed on one of them.
+        # With several ranks, the next poll shows first whether the request failed on any.
         alone = self.ranks.size == 1
-        return [dr for dr in admitted if not (alone and dr.entry.source is not None and dr.entry.source.agree(dr))]
+        return [
+            dr
+            for dr in admitted
+            if not (alone and dr.entry.source is not None and dr.entry.source.agree(dr))
+        ]
 
     def _forget(self, decode_reqs: Sequence[DecodeRequest]) -> None:
         if not decode_reqs:
@@ -359,63 +386,65 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         for decode_req in decode_reqs:
             self.tier.leave(decode_req.req.rid)
         self.queue = [dr for dr in self.queue if id(dr) not in gone]
-        # Or the handshake of one that has failed would still be made.
+        # Else a failed request would still make its handshake.
         self.pending_reqs = [dr for dr in self.pending_reqs if id(dr) not in gone]
 
     # ---- memory ----
 
     def live(self) -> LiveReqs:
-        """The requests that hold KV, or are to get theirs back."""
+        """The requests that hold KV or wait to be resumed."""
         return live_reqs(self.scheduler, self.transfer_queue, self.retracted_queue)
 
     def _budget(self) -> Budget:
-        """What admission has to give in this state."""
         return self.accounts.budget(self.live(), self.tier.nodes_in_use())
 
     # ---- retraction ----
 
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
-        """Replaces the engine's resume, which restores everything: match again and restore what the tree lost."""
+        """Replaces the engine's resume of whole requests: restores only what the tree has lost."""
         if not self.has_radix:
             return super().resume_retracted_reqs(rids_to_check)
         if not self.retracted_queue:
             return []
         resumed, num_failed = self.resumption.resume(
-            self.retracted_queue, self.live(), self.schedule.version, lambda req: report_end(req, self.scheduler)
+            self.retracted_queue,
+            self.live(),
+            self.schedule.version,
+            lambda req: report_end(req, self.scheduler),
         )
         self.retracted_queue = self.retracted_queue[len(resumed) + num_failed :]
         return resumed
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Transfers of a decode worker with a radix cache; without the flag, every method is the engine's own."""
+    """Transfers of a decode worker with a radix cache; without the flag, the engine's methods."""
 
-    # An extra may put another in its place.
+    # Extras may replace this class.
     policy_type = AdmissionPolicy
 
     def __init__(self, *args, **kwargs):
-        """Adds the quarantine: failed requests whose pages and metadata buffer a prefill may still write to."""
+        """Adds the quarantine: failed requests to whose memory a prefill may still write."""
         super().__init__(*args, **kwargs)
         self.quarantine: list[DecodeRequest] = []
-        # What has arrived in this step.
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
+        # Requests that arrived in this step.
         self.arrived: list[Req] = []
         self._collected = False
         if isinstance(self.tree_cache, DecodeRadixCache):
-            # The engine's way through the staging buffer knows of no prefix.
+            # The engine's staging buffer does not support a prefix.
             self.enable_staging = False
-            # The schedule policy of the queue before this one, which is made after it.
+            # Also the prealloc queue's, which is created after this queue.
             self.policy = self.policy_type.of(self.scheduler.server_args, self.tree_cache)
             self.hooks = Hooks(DecodeHooks, self)
             self.policy.know(self.hooks)
 
     def _init_staging_handler(self, kv_manager) -> None:
-        """Leaves out the engine's with a radix cache."""
+        """Skips the engine's staging handler with a radix cache."""
         if not isinstance(self.tree_cache, DecodeRadixCache):
             super()._init_staging_handler(kv_manager)
 
     def pop_transferred(self, rids_to_check: list[str] | None = None) -> list[Req]:
-        """Replaces the engine's poll, which gives a failed request's pages away while they may still be written.
+        """Replaces the engine's poll, which frees failed requests while prefill may write to them.
 
         rids_to_check: only used with pipeline parallelism, which the flag excludes.
         """
@@ -427,50 +456,54 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         return arrived
 
     def collect(self) -> None:
-        """Take in what has arrived, once in a step; `pop_transferred` hands it on."""
+        """Commit arrived requests, once per step; `pop_transferred` returns them."""
         if not self._collected:
             self._collected = True
             self.arrived = self._poll_transfers()
 
     def _poll_transfers(self) -> list[Req]:
-        polls, released = poll_transfers(self.queue, self.quarantine, self.tree_cache.tier, self.gloo_group)
+        polls, released = poll_transfers(
+            self.queue, self.quarantine, self.tree_cache.tier, self.gloo_group
+        )
         left = set(map(id, released))
         self.quarantine = [dr for dr in self.quarantine if id(dr) not in left]
         arrived: list[Req] = []
         ended: list[Req] = []
         still: list[DecodeRequest] = []
-        for decode_req, poll in zip(self.queue, polls, strict=False):
+        for dr, poll in zip(self.queue, polls, strict=False):
             if poll == KVPoll.Failed:
-                self._fail(decode_req)
-                ended.append(decode_req.req)
-                self._set_aside(decode_req, released, closed=is_warmup(decode_req.req) or decode_req.phase is LOCAL)
-            elif decode_req.phase is LOCAL and poll == KVPoll.Success:
-                decode_req.entry.source.agree(decode_req)
-            elif poll != KVPoll.Success or not self._commit_transfer_to_req(decode_req):
-                still.append(decode_req)
-            elif decode_req.is_aborted:
-                # Another request's metadata came into its buffer, or its own cannot be used.
-                self.policy.leave(decode_req.entry)
-                ended.append(decode_req.req)
-                self._set_aside(decode_req, released, decode_req.kv_receiver is None or is_warmup(decode_req.req))
+                self._fail(dr)
+                ended.append(dr.req)
+                self._set_aside(dr, released, closed=is_warmup(dr.req) or dr.phase is LOCAL)
+            elif dr.phase is LOCAL and poll == KVPoll.Success:
+                dr.entry.source.agree(dr)
+            elif poll != KVPoll.Success or not self._commit_transfer_to_req(dr):
+                still.append(dr)
+            elif dr.is_aborted:
+                # The buffer held another request's metadata, or the commit failed.
+                self.policy.leave(dr.entry)
+                ended.append(dr.req)
+                self._set_aside(dr, released, dr.kv_receiver is None or is_warmup(dr.req))
             else:
-                # First: it waits no longer, and need not be looked for in the tree again.
-                self.policy.committed(decode_req.entry)
-                self.tree_cache.commit_req(decode_req.req)
-                let_go(decode_req, self.tree_cache.tier)
-                decode_req.advance(Phase.COMMITTED)
-                arrived.append(decode_req.req)
-                self.req_to_metadata_buffer_idx_allocator.free(decode_req.metadata_buffer_index)
-        for decode_req in released:
-            release(decode_req, self.tree_cache, self.req_to_metadata_buffer_idx_allocator)
+                # First: it no longer waits, so the tree need not be searched for its prompt.
+                self.policy.committed(dr.entry)
+                self.tree_cache.commit_req(dr.req)
+                let_go(dr, self.tree_cache.tier)
+                dr.advance(Phase.COMMITTED)
+                arrived.append(dr.req)
+                self.req_to_metadata_buffer_idx_allocator.free(dr.metadata_buffer_index)
+        for dr in released:
+            release(dr, self.tree_cache, self.req_to_metadata_buffer_idx_allocator)
         self.queue = still
-        # Only now: what an output says of this rank's load may be the last for long that a DP controller hears.
+        # After the release: this may be the last load report to a DP controller for long.
         for req in ended:
             report_end(req, self.scheduler, failed=True)
         return arrived
 
-    def _set_aside(self, decode_req: DecodeRequest, released: list[DecodeRequest], closed: bool) -> None:
-        """Put a failed request into quarantine or, if it is ``closed`` and nobody writes for it, to those released."""
+    def _set_aside(
+        self, decode_req: DecodeRequest, released: list[DecodeRequest], closed: bool
+    ) -> None:
+        """Quarantine a failed request; release it if ``closed``: nothing writes for it."""
         if closed:
             released.append(decode_req)
         else:
@@ -478,23 +511,23 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.quarantine.append(decode_req)
 
     def flush_around_quarantine(self, flush: Callable[[], bool]) -> bool:
-        """Flush the pools of an otherwise idle worker, and keep what is in quarantine out of them.
+        """Flush the pools of an otherwise idle worker, except what quarantined requests hold.
 
-        A weight update flushes and takes a refusal for an error that ends the scheduler, so it cannot be told to wait.
+        A weight update flushes too: if refused, it raises, which ends the scheduler.
         """
         assert isinstance(self.tree_cache, DecodeRadixCache)
         reqs = [dr.req for dr in self.quarantine]
         return flush_around(reqs, self.scheduler.req_to_token_pool, self.tree_cache, flush)
 
     def _fail(self, decode_req: DecodeRequest) -> None:
-        """Abort a request whose transfer failed here or on another rank."""
+        """Abort a request whose transfer failed on this or another rank."""
         self.policy.leave(decode_req.entry)
         if decode_req.entry is not None and decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)
         abort_transfer(decode_req)
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Adds to cached tokens what decode held; leaves out what another request left behind."""
+        """Counts decode's prefix as cached tokens; leaves out another request's metadata."""
         req = decode_req.req
         try:
             if is_warmup(req):
@@ -504,7 +537,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         except Exception as e:
             if not isinstance(self.tree_cache, DecodeRadixCache):
                 raise
-            # On all ranks, which have been sent the same metadata.
+            # On all ranks alike: all received the same metadata.
             abort_commit(req, e)
             return True
         if done and not decode_req.is_aborted:
@@ -515,13 +548,12 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
 
 class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMixin):
-    """Turns of a decode worker's loop: the step of its queues, and the batch that comes out of them."""
+    """The step of a decode worker's queues."""
 
     def process_decode_queue(self) -> None:
-        """Adds what begins a step of the queue.
+        """Adds `begin_step`, and polls handshakes and transfers while retracted requests wait.
 
-        Transfers end and failures are told also while retracted requests wait for memory. The engine looks at neither
-        until all of these are back: if what they wait for is held by transfers, both wait for ever.
+        The engine polls neither until all have resumed: never, if transfers hold their memory.
         """
         queue = self.disagg_decode_prealloc_queue
         queue.begin_step()

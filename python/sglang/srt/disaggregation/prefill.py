@@ -22,25 +22,29 @@ __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
-    """Starts each request's chunk cursor at the prefix that decode holds."""
+    """Starts each request's chunk cursor at decode's prefix."""
 
     def _init_kv_manager(self):
-        """Adds how many layers all pipeline stages have."""
+        """Adds the number of layers of all pipeline stages."""
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
             manager.num_layers = self.scheduler.model_config.num_hidden_layers
         return manager
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Adds the prompt to the request's sender, which checks decode's request for KV by it."""
+        """Adds the prompt length to the sender, which checks decode's request for KV against it."""
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.prompt_len = len(req.origin_input_ids)
-            # Of a longer one, or of one that is just too long, the engine has left this.
-            req.disagg_kv_sender.is_cut = len(req.origin_input_ids) >= self.scheduler.max_req_input_len
+            # The engine truncates prompts of this or a greater length to this length.
+            req.disagg_kv_sender.is_cut = (
+                len(req.origin_input_ids) >= self.scheduler.max_req_input_len
+            )
 
-    def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Sets the cursor of the requests that the engine pops."""
+    def pop_bootstrapped(
+        self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None
+    ):
+        """Sets the chunk cursor of the requests that the engine pops."""
         popped, failed = super().pop_bootstrapped(True, rids_to_check)
         for req in popped:
             req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
@@ -50,20 +54,20 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
-    """Sends the part of a chunk that lies beyond decode's prefix."""
+    """Sends the part of a chunk beyond decode's prefix."""
 
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
-        """Adds `settle`. Those that have ended before have been counted."""
+        """Adds `settle`, and counts the requests that end in this call."""
         self.settle()
-        told = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
+        ended = {id(req) for req in self.disagg_prefill_inflight_queue if req.finished()}
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
         for req in done:
-            if id(req) not in told:
+            if id(req) not in ended:
                 events_of(self.server_args).ended(req.finished_reason)
         return done
 
     def settle(self) -> None:
-        """Settle, in every step, idle ones too, what a transfer backend cannot leave to a request's poll."""
+        """Do backend work that no request's poll does, in idle steps too; fail overdue requests."""
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if isinstance(manager, CommonKVManager):
             manager.settle()
@@ -72,32 +76,38 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
                     req.disagg_kv_sender.fail_if_overdue()
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
-        """Alternatives of tokens are lists, as the engine expects; who got a token that its grammar rejects is told."""
+        """Makes top logprobs lists; reports requests whose grammar rejects the token."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
         output = result.logits_output
         for name in ("next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
             values = getattr(output, name, None) if batch.return_logprob else None
             if values:
-                setattr(output, name, [v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
+                setattr(
+                    output, name, [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
+                )
         super().process_batch_result_disagg_prefill(batch, result)
         for req in batch.reqs:
-            if req.output_ids and not req.finished() and getattr(req.to_finish, "status_code", 0) == 400:
+            if (
+                req.output_ids
+                and not req.finished()
+                and getattr(req.to_finish, "status_code", 0) == 400
+            ):
                 prepare_abort(req, req.to_finish.message, status_code=HTTPStatus.BAD_REQUEST)
                 self.stream_output([req], req.return_logprob)
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
-        """Wraps the engine's send: a cursor that only moves forward, and a last chunk that may carry no KV.
+        """Wraps the engine's send: the cursor only moves forward; a last chunk may carry no KV.
 
-        A chunk that ends at or below the cursor sends nothing and leaves the cursor alone; the engine would move it
-        back. When decode holds the whole prompt, the last chunk still brings the metadata and the state, if any.
+        A chunk that ends at or before the cursor sends nothing; the engine would move it back. If
+        decode holds the whole prompt, the last chunk carries the metadata, and the state if any.
         """
         page_size = self.token_to_kv_pool_allocator.page_size
         end = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
         if not last_chunk and end - end % page_size <= req.start_send_idx:
             return
         if not last_chunk and self.pp_size > 1 and self.launch_event is not None:
-            # The last of several pipeline stages, with --pp-async-batch-depth, goes on without having waited for it.
+            # With --pp-async-batch-depth, the last stage has not waited for this event.
             self.launch_event.synchronize()
         full_hit = last_chunk and req.start_send_idx >= end
         if not full_hit:
@@ -107,5 +117,5 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         req.disagg_kv_sender.send(np.empty(0, dtype=np.int32), self.state_of(req))
 
     def state_of(self, req: Req) -> list[int] | None:
-        """What the engine sends beside KV with any last chunk, if a model has it; see `CommonKVManager.unfit`."""
+        """The state that the engine sends with a last chunk; see `CommonKVManager.unfit`."""
         return None

@@ -1,4 +1,4 @@
-"""Metadata of a first token in which nothing is left of another request.
+"""Metadata buffers that keep nothing of a buffer's last request.
 
 Upstream: none is known; sgl-project/sglang#40298 (open) reports it.
 """
@@ -10,10 +10,10 @@ __all__ = ["MetadataBuffers"]
 
 
 class MetadataBuffers(engine.MetadataBuffers):
-    """Buffers with a row for each request, of prefill and of decode."""
+    """Metadata buffers of prefill and decode, with a row for each request."""
 
     def set_buf(self, req) -> None:
-        """Clears what the engine may leave unwritten: logprobs, of which NaN is none, and where a draft starts."""
+        """Clears what the engine may leave unwritten: logprobs (NaN: none), inputs of a draft."""
         at = req.metadata_buffer_index
         for row in self.get_buf(at)[2:9]:
             row.zero_()

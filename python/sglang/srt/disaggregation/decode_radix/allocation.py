@@ -1,4 +1,4 @@
-"""Memory for a request that is admitted or resumed: prefix locked, delta allocated, table written.
+"""Memory for an admitted or resumed request: lock the prefix, allocate the delta, write the slot.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -22,22 +22,21 @@ NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 
 
 class RequestMemory:
-    """Gives requests what their plans say, out of the pools of one rank.
+    """Gives requests the memory of their plans from the pools of one rank.
 
-    What raises in it ends the worker: the plan was to fit, and other TP ranks go on as if this one had the memory.
+    An exception ends the worker: the plan was to fit, and other TP ranks go on as if it had.
     """
 
     def __init__(self, tree: DecodeRadixCache, rows: Any):
-        """rows: the pool of requests' rows."""
+        """rows: the req_to_token pool."""
         self._tree, self._rows = tree, rows
 
     @property
     def rows(self) -> Any:
-        """The pool of requests' rows."""
         return self._rows
 
     def figures(self) -> list[int]:
-        """Figures of this rank's memory by which it decides: KV, beside, evictable, rows, and those of host memory."""
+        """This rank's KV, pool beside it, evictable tokens, req_to_token slots, and the tier's."""
         tree = self._tree
         return [
             tree.pool.available_size(),
@@ -48,20 +47,22 @@ class RequestMemory:
         ]
 
     def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
-        """Lock the prefix, evict the shortfall, allocate the delta and write the request's table."""
+        """Lock the prefix, evict the shortfall, allocate the delta, write the req_to_token slot."""
         tree, rows, num_tokens = self._tree, self._rows, len(token_ids)
         parts, req.last_node = tree.lock_prefix(plan.found)
         shortfall = plan.delta - tree.pool.available_size()
         if shortfall > 0:
             tree.evict_shortfall(shortfall)
-        # The prefix ends with a page, so the rest is whole new pages, the last one used in part.
+        # The prefix ends with a page, so the delta is whole pages, the last one partly used.
         delta = tree.alloc_delta(plan.delta)
         if delta is None or rows.alloc([req]) is None:
             raise RuntimeError(f"{req.rid}: admitted beyond what the pool has")
         tree.state.take(req, num_tokens, plan, delta)
-        rows.write((req.req_pool_idx, slice(0, num_tokens)), torch.cat([*parts, delta])[:num_tokens])
-        # prefix_indices stays empty: to the engine, a prebuilt batch then starts at position 0 with nothing cached, so
-        # it neither reads slots at an offset nor counts the prefix as prefill's hit.
+        rows.write(
+            (req.req_pool_idx, slice(0, num_tokens)), torch.cat([*parts, delta])[:num_tokens]
+        )
+        # Empty: the engine then starts the prebuilt batch at position 0 with nothing cached. It
+        # reads no slots at an offset, and does not count the prefix as a hit of prefill.
         req.prefix_indices = NO_SLOTS
         req.decode_prefix_len = req.cache_protected_len = plan.found.length
         if req.kv_generation is None:

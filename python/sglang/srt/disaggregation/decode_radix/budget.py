@@ -1,8 +1,8 @@
-"""What of the KV pool admission may give away: figures of the worker in, figures out.
+"""KV memory that admission may use, computed from figures of the worker: tokens, whole pages.
 
-Every live request may grow, and one must always be able to finish: as in the engine, by retracting all others that
-decode. A prefix that several share is there once, so what a request lacks to its end is counted from what it holds, and
-what a retraction brings is only what nobody else holds. All figures are tokens, whole pages.
+Live requests grow, and each must be able to finish: as in the engine, by retracting all others that
+decode. A shared prefix is stored once. So a request's missing part is counted from what it holds,
+and a retraction frees only what no other request holds.
 
 Upstream: none is known that counts a shared prefix once.
 """
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Memory(NamedTuple):
-    """Tokens of KV; and of the pool beside it, where there is one, see `StateKind`."""
+    """Tokens of KV, and of the pool beside it, if there is one; see `StateKind`."""
 
     kv: int
     beside: int = 0
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
         return Memory(self.kv + other.kv, self.beside + other.beside)
 
     def covers(self, need: Memory, *kept: Memory) -> bool:
-        """Whether this is enough for ``need`` and all that is kept for others."""
+        """Whether this is enough for ``need`` plus all of ``kept``."""
         kv, beside = self
         for other in kept:
             kv -= other.kv
@@ -56,12 +56,12 @@ class Memory(NamedTuple):
 
 
 class AdmissionPlan(NamedTuple):
-    """What admitting one request takes. All figures are tokens.
+    """Tokens that admitting one request takes.
 
-    found: what the tree holds of it, good until the tree next changes. Its evictable part counts as needed, since
-    locking it takes it out of reach. delta: to allocate now, whole pages. soon: needed beyond the prefix for the prompt
-    and the reserved decode steps. at_length: the same for all that the request may come to. beside: the same three of
-    the pool beside KV.
+    found: prefix in the tree, valid until the tree changes. Its evictable part counts as needed, as
+    a lock makes it unevictable. delta: to allocate now, whole pages. soon: beyond the prefix, for
+    the prompt and the reserved decode steps. at_length: beyond the prefix, for its full length.
+    beside: the same three for the pool beside KV.
     """
 
     found: PrefixPeek
@@ -72,14 +72,14 @@ class AdmissionPlan(NamedTuple):
 
     @property
     def needed(self) -> Memory:
-        """What must be there, free or evictable, for the near future."""
+        """What must be free or evictable for the near future."""
         return Memory(self.soon + self.found.evictable, self.beside.soon)
 
 
 class Uses(NamedTuple):
-    """What requests that have been admitted have of the pool. held: of each, all of it. shared: of these, in the tree.
+    """Tokens of admitted requests. held: by each, in total. shared: the sum of those in the tree.
 
-    at_length: what each will have when it has generated all that it may, see `Lengths.of`.
+    at_length: of each, at its full length; see `Lengths.of`.
     """
 
     held: list[int]
@@ -89,27 +89,27 @@ class Uses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """What requests come to, as far as that is planned for. All figures are tokens.
+    """Tokens that requests are planned to reach.
 
-    most_new_tokens: of an answer, planned for. An extra may have them be longer: `at_end` and `lacked_at_most`.
+    most_new_tokens: of an answer. An extra plans for more by `at_end` and `lacked_at_most`.
     """
 
     page_size: int
     most_new_tokens: int
 
     def at_end(self, num_tokens: int, left: int) -> int:
-        """What a request with ``num_tokens`` tokens has in the end that may generate ``left`` more; whole pages."""
+        """Final tokens, whole pages, of a request that may generate ``left`` more."""
         return pages(num_tokens + min(left, self.most_new_tokens), self.page_size) * self.page_size
 
     def of(self, req: Req) -> int:
-        """The same of a request that has been admitted, which remembers it in ``kv_at_length``.
+        """`at_end` of an admitted request, stored in its ``kv_at_length``.
 
-        Where its answer may be longer than is planned for, from its present length on: else it would lack nothing once
-        it has come as far, and others be given what it needs.
+        If the answer may exceed the plan, it counts from its present length and is not stored: else
+        the request would lack nothing at the planned length, and others would get what it needs.
         """
         prompt, left = len(req.origin_input_ids), req.sampling_params.max_new_tokens
         if left > self.most_new_tokens:
-            # Of its last token there is no KV yet.
+            # The last token has no KV yet.
             done = max(0, len(req.output_ids) - 1)
             return self.at_end(prompt + done, left - done)
         req.kv_at_length = self.at_end(prompt, left)
@@ -117,15 +117,12 @@ class Lengths:
 
     @property
     def lacked_at_most(self) -> int:
-        """By a request that has the pages of its prompt."""
+        """The most that a request with the pages of its prompt lacks."""
         return pages(self.most_new_tokens, self.page_size) * self.page_size
 
 
 def uses_of(reqs: Sequence[Req], lengths: Lengths) -> Uses:
-    """The `Uses` of ``reqs``.
-
-    Asked for all that run in each step in which somebody could be admitted, so it makes no call for each of them.
-    """
+    """The `Uses` of ``reqs``: often all running requests, so without a call for each."""
     page_size = lengths.page_size
     held = [-(-req.kv_allocated_len // page_size) * page_size for req in reqs]
     at_length = [req.kv_at_length or lengths.of(req) for req in reqs]
@@ -133,15 +130,15 @@ def uses_of(reqs: Sequence[Req], lengths: Lengths) -> Uses:
 
 
 def lacked(uses: Uses) -> int:
-    """What the neediest lacks to its end; 0 if there is none."""
-    return max([most - held for held, most in zip(uses.held, uses.at_length, strict=True)], default=0)
+    """What the neediest request lacks to its end; 0 without requests."""
+    return max([end - held for held, end in zip(uses.held, uses.at_length, strict=True)], default=0)
 
 
 class Running(NamedTuple):
-    """What the requests that decode have and lack.
+    """What the running requests hold and lack.
 
-    private: theirs outside the tree. lacks: what the neediest of them lacks to its end when the others have been
-    retracted; at_most: when they have not.
+    private: held outside the tree. lacks: what the neediest lacks to its end when all others have
+    been retracted; at_most: when none has been.
     """
 
     private: int = 0
@@ -150,7 +147,7 @@ class Running(NamedTuple):
 
     @classmethod
     def of(cls, uses: Uses, in_tree: int) -> Running:
-        """in_tree: what a retraction of all of them brings beside what is private."""
+        """in_tree: what retracting all of them frees beside what is private."""
         if not uses.held:
             return cls()
         private = sum(uses.held) - uses.shared
@@ -158,7 +155,7 @@ class Running(NamedTuple):
         pairs = list(zip(uses.held, uses.at_length, strict=True))
         return cls(
             private,
-            # What a request holds itself, it need not be given.
+            # A request is not given what it holds.
             max([most - (held if held > retractable else retractable) for held, most in pairs]),
             lacked(uses),
         )
@@ -166,15 +163,15 @@ class Running(NamedTuple):
 
 @dataclasses.dataclass
 class Budget:
-    """What one step of admission has to give, kept up by its plans and not by what came of them.
+    """What one admission step may use.
 
-    So TP ranks decide alike, also when one of them fails to carry a decision out.
+    Plans update it, not outcomes: TP ranks decide alike even if one fails to carry out a plan.
 
-    free: free or evictable. available: free without an eviction. in_tree: locked by requests that decode and by nobody
-    else, when the step began; locked: what admissions have locked of it since. uses: of those that decode; it takes a
-    look at each, and is asked when that can make a difference. lacks_at_most: no one of them lacks more to its end.
-    coming: what the neediest of those on their way to decode lacks to its end. ahead: for the next steps of all that
-    are live. retracted: for those that wait to come back.
+    free: free or evictable. available: free without an eviction. in_tree: locked only by running
+    requests when the step began. locked: locked of it since, by admissions. uses: of running
+    requests; reads each, so called only if needed. lacks_at_most: no running request lacks more.
+    coming: what the neediest request on its way to decode lacks. ahead: for the next steps of all
+    live requests. retracted: for requests that wait to be resumed.
     """
 
     free: Memory
@@ -186,17 +183,17 @@ class Budget:
     coming: int = 0
     ahead: int = 0
     retracted: int = 0
-    # What must be left of the pool beside KV.
+    # Reserved of the pool beside KV.
     beside: Kept = NOTHING_KEPT
 
     @cached_property
     def running(self) -> Running:
-        """Those that decode, as they were when the step began: an admission changes nothing of them."""
+        """The running requests when the step began; admissions do not change them."""
         return Running.of(self.uses(), self.in_tree)
 
     @property
     def retractable(self) -> int:
-        """What becomes free or evictable when all that decode are retracted; a lower bound."""
+        """What retracting all running requests makes free or evictable; a lower bound."""
         return self._retractable(self.locked)
 
     def _retractable(self, locked: int) -> int:
@@ -204,24 +201,24 @@ class Budget:
 
     @property
     def lacks(self) -> int:
-        """What the neediest of those that decode lacks to its end when the others have been retracted."""
+        """What the neediest running request lacks when the others have been retracted."""
         return self._lacks(self.locked)
 
     def _lacks(self, locked: int) -> int:
-        """The same with so much of the tree locked, which a retraction of others that hold it no longer brings."""
+        """The same with ``locked`` tokens of the tree locked, which a retraction does not free."""
         lost = self._retractable(0) - self._retractable(locked)
         return min(self.running.at_most, self.running.lacks + lost)
 
     def _locked_with(self, plan: AdmissionPlan) -> int:
-        """``locked`` when an admission has locked what it has found."""
-        # What others on their way hold is not in ``in_tree``, and taken off once more: a lower bound.
+        """``locked`` after an admission has locked its prefix."""
+        # ``in_tree`` lacks what requests on their way hold, yet it is subtracted: a lower bound.
         return self.locked + plan.found.length - plan.found.evictable
 
     def needs(self, plan: AdmissionPlan) -> Memory:
-        """What must be free or evictable for a request to be admitted, so that each live one can finish if need be."""
+        """What must be free or evictable to admit a request and let each live request finish."""
         beside = plan.soon - plan.delta + self.ahead
         coming = max(self.coming, plan.at_length - plan.delta)
-        # The next steps of many take more than any one of them lacks.
+        # With many requests, their next steps take more than any one lacks.
         if beside < max(self.lacks_at_most, coming):
             locked = self._locked_with(plan)
             beside = max(beside, self._lacks(locked), coming - self._retractable(locked))
@@ -229,28 +226,32 @@ class Budget:
         return Memory(kv, self.beside.with_need(plan.beside))
 
     def covers(self, plan: AdmissionPlan, promised: Memory) -> bool:
-        """Whether a request can be admitted. promised: to others, which come before it when a transfer has ended.
+        """Whether a request can be admitted. promised: to others, which go first after a transfer.
 
-        At most half of what is free is kept for them: their prefill may be stalled, and the request have another.
+        At most half of what is free is kept for them: their prefill may be stalled.
         """
-        kept = Memory(*(min(wanted, free // 2) for wanted, free in zip(promised, self.free, strict=True)))
+        kept = Memory(
+            *(min(wanted, free // 2) for wanted, free in zip(promised, self.free, strict=True))
+        )
         return self.free.covers(self.needs(plan), kept)
 
     def admit(self, plan: AdmissionPlan, ahead: int) -> None:
-        """A request is admitted as planned. ahead: what is reserved for its next steps."""
+        """Account for an admission. ahead: tokens reserved for its next steps."""
         self.locked = self._locked_with(plan)
         self.coming = max(self.coming, plan.at_length - plan.delta)
         self.ahead += ahead
-        self.free = Memory(self.free.kv - plan.delta - plan.found.evictable, self.free.beside - plan.beside.now)
+        self.free = Memory(
+            self.free.kv - plan.delta - plan.found.evictable, self.free.beside - plan.beside.now
+        )
         self.available -= plan.delta
         self.beside = self.beside.plus(plan.beside)
 
 
 class LiveReqs(NamedTuple):
-    """The requests that hold KV, or are to get theirs back.
+    """The requests that hold KV or wait to be resumed.
 
-    running: those that decode and have not ended. coming: those that do not decode yet, and will. quarantined: those
-    that have failed and whose KV a prefill may still write to. retracted: those that wait for memory to come back.
+    running: decode, not ended. coming: will decode. quarantined: failed, but a prefill may still
+    write to their KV. retracted: wait to be resumed.
     """
 
     running: Sequence[Req] = ()
@@ -260,17 +261,16 @@ class LiveReqs(NamedTuple):
 
 
 def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> LiveReqs:
-    """The live requests of a decode worker, from its scheduler and queues."""
+    """The live requests of a decode worker."""
     batch, last = scheduler.running_batch.reqs, scheduler.last_batch
     prebuilt = last.reqs if last is not None and last.forward_mode.is_prebuilt() else []
-    # Between admission and decoding: in transfer, committed in this step, committed before, in the prebuilt batch; or
-    # computed here.
+    # In transfer, committed now, committed before, in the prebuilt batch, and in extras.
     coming = [dr.req for dr in transfer_queue.queue]
     coming += transfer_queue.arrived
     coming += scheduler.waiting_queue
     elsewhere = [req for reqs in transfer_queue.hooks.reqs for req in reqs()]
     if prebuilt or elsewhere:
-        # Of these only, some may run already.
+        # Only these may be in the running batch too.
         running = set(map(id, batch))
         coming += [req for req in (*prebuilt, *elsewhere) if id(req) not in running]
     return LiveReqs(
@@ -282,18 +282,18 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
 
 
 class Accounts:
-    """What requests take of the memory of one decode worker, and what it has for them."""
+    """What requests need of the memory of one decode worker, and what is there."""
 
     def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
-        """reserved: decode steps for which there is to be room at an admission. most_new_tokens: see `Lengths`."""
+        """reserved: decode steps that an admission reserves. most_new_tokens: see `Lengths`."""
         self._tree, self._page, self.reserved = tree, tree.page_size, reserved
         self.lengths = Lengths(tree.page_size, most_new_tokens)
 
     def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
-        """What admitting ``req`` with KV for ``token_ids`` takes, of which the tree holds ``found``."""
+        """What it takes to admit ``req`` with KV for ``token_ids``; the tree holds ``found``."""
         page, prefix_len, num_tokens = self._page, found.length, len(token_ids)
         left = _tokens_left(req)
-        # Rounded up once, over the whole sequence: a request that just fits the pool must not wait for ever.
+        # Rounded up once, over all: else a request that just fits the pool would wait forever.
         return AdmissionPlan(
             found=found,
             delta=pages(num_tokens, page) * page - prefix_len,
@@ -303,27 +303,30 @@ class Accounts:
         )
 
     def kept_for(self, req: Req, held: int) -> Memory:
-        """What ``req`` needs soon when the tree holds so many tokens of its prompt; see `plan`."""
+        """What ``req`` needs soon if the tree holds ``held`` tokens of its prompt; see `plan`."""
         num_tokens = len(req.origin_input_ids)
         soon = pages(num_tokens + min(_tokens_left(req), self.reserved), self._page) * self._page
-        return Memory(max(0, soon - held), self._tree.state.need(req, num_tokens, self.reserved).soon)
+        return Memory(
+            max(0, soon - held), self._tree.state.need(req, num_tokens, self.reserved).soon
+        )
 
     def free(self, running: Iterable[Req]) -> Memory:
-        """What is free or evictable, and beside KV what ``running`` requests can let go of."""
+        """What is free or evictable; beside KV, also what ``running`` requests can release."""
         tree = self._tree
-        return Memory(tree.pool.available_size() + tree.evictable_size(), tree.state.available(running))
+        return Memory(
+            tree.pool.available_size() + tree.evictable_size(), tree.state.available(running)
+        )
 
     def ahead(self, live: LiveReqs) -> int:
-        """Tokens that are reserved for the next steps of all live requests."""
         return self.reserved * (len(live.running) + len(live.coming))
 
     def budget(self, live: LiveReqs, loading: Iterable[TreeNode] = ()) -> Budget:
-        """What admission has to give in this state. Cost: some figures of each request on its way to decode.
+        """What admission may use in this state. Cost: a few figures of each request on its way.
 
-        loading: nodes of the tree that are locked for loads and saves.
+        loading: nodes that loads and saves have locked.
         """
         tree, lengths, running, coming = self._tree, self.lengths, live.running, live.coming
-        # A retraction brings nothing of what others hold too, and those in quarantine do, and saves and loads.
+        # Retraction does not free what these hold too.
         holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
         in_tree = tree.protected_size_ - tokens_above(holders)
         budget = Budget(
@@ -331,7 +334,7 @@ class Accounts:
             tree.pool.available_size(),
             in_tree,
             lambda: uses_of(running, lengths),
-            # Who decodes has the pages of its prompt at least.
+            # Running requests hold at least the pages of their prompts.
             lengths.lacked_at_most,
             coming=lacked(uses_of(coming, lengths)),
             ahead=self.ahead(live),
@@ -342,7 +345,7 @@ class Accounts:
         return budget
 
     def kept_for_resume(self, live: LiveReqs) -> Memory:
-        """What a retracted request that comes back must leave alone."""
+        """What a resume must leave to live requests."""
         return Memory(self.ahead(live), self._tree.state.kept(live, self.reserved).growth)
 
 

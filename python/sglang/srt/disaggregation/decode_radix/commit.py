@@ -1,4 +1,4 @@
-"""What a request takes along from its metadata buffer, and what is noted of its transfer, when it has come or failed.
+"""Commit of an arrived request: its metadata and cached tokens; report of an aborted one.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 def abort_commit(req: Req, error: Exception) -> None:
-    """Abort a request of which what has arrived cannot be taken in."""
+    """Abort a request whose metadata cannot be committed."""
     message = f"Decode commit failed for request {req.rid}: {type(error).__name__}: {error}"
     logger.error(message, exc_info=error)
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
-    """Tell the client of a request that has been aborted.
+    """Stream the end of an aborted request to its client.
 
-    failed: its transfer has, which the engine counts too.
+    failed: its transfer failed, which the engine counts too.
     """
     scheduler.stream_output([req], req.return_logprob)
     events_of(scheduler.server_args).ended(req.finished_reason)
@@ -40,32 +40,37 @@ def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
 
 
 def take_along(req: Req) -> None:
-    """Leave out logprobs that prefill was not asked for: NaN, or with another request's token."""
+    """Drop logprobs that prefill was not asked for: NaN, or another request's token."""
     if req.return_logprob:
-        value, index, token = req.output_token_logprobs_val, req.output_token_logprobs_idx, req.output_ids[-1]
+        value, index, token = (
+            req.output_token_logprobs_val,
+            req.output_token_logprobs_idx,
+            req.output_ids[-1],
+        )
         ours = index[-1] == token and value[-1] == value[-1]
         value[-1], index[-1] = (value[-1] if ours else None), token
         tops, top_ids = req.output_top_logprobs_val, req.output_top_logprobs_idx
-        known = [pair for pair in zip(tops[-1], top_ids[-1], strict=True) if ours and pair[0] == pair[0]]
+        known = [
+            pair for pair in zip(tops[-1], top_ids[-1], strict=True) if ours and pair[0] == pair[0]
+        ]
         if tops[-1]:
             tops[-1], top_ids[-1] = map(list, zip(*(known or [(None, token)]), strict=True))
 
 
 def note_transfer(req: Req, events: Events) -> None:
-    """Count what decode held to the tokens that count as cached.
+    """Count decode's prefix as cached tokens.
 
-    With the decode tree, what of the first token stayed on prefill has an empty entry: each other is then its own
-    token's.
+    Data of the first token that stayed on prefill get an empty entry, so that later entries match.
     """
     prompt_len = len(req.origin_input_ids)
     events.committed(prompt_len, req.transfer_prefix_len or 0)
     if req.transfer_prefix_len is not None:
-        # A token that either worker held was cached. They are not added: what both hold would count twice.
+        # The maximum: in the sum, tokens that both workers held would count twice.
         req.prefill_cached_tokens = req.cached_tokens
         req.cached_tokens = min(max(req.cached_tokens, req.transfer_prefix_len), prompt_len)
         if req.return_logprob and req.token_ids_logprob is not None:
             req.output_token_ids_logprobs_val.append([])
             req.output_token_ids_logprobs_idx.append([])
         if req.return_hidden_states:
-            # The prompt's, which the engine has in the place of the first token's.
+            # The engine has the prompt's hidden states in this place.
             req.hidden_states.append([])

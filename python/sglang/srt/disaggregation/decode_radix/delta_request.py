@@ -1,6 +1,6 @@
-"""Where the delta of an admitted request comes from: its prefill, which is asked for the pages that the tree lacks.
+"""Asks prefill for the delta of an admitted request: the pages that the tree lacks.
 
-Another place that deltas come from would be a class with the same methods.
+Another source of deltas is a class with the same methods.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -29,7 +29,7 @@ DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
 
 
 class PrefillDeltas:
-    """Asks prefills for the deltas of one decode rank."""
+    """Asks prefill for the deltas of one decode rank."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class PrefillDeltas:
         buffer_indices: Any,
         hooks: Hooks[DecodeHooks] = NO_HOOKS,
     ):
-        """rows: the pool of requests' rows. buffers, buffer_indices: for metadata, and the allocator of these."""
+        """rows: the req_to_token pool. buffer_indices: the allocator of metadata ``buffers``."""
         self._tree, self._rows, self._hooks = tree, rows, hooks
         self._buffers, self._buffer_indices = buffers, buffer_indices
-        # Requests that have been admitted in this step.
+        # Requests admitted in this step.
         self._admitted: list[DecodeRequest] = []
 
     def room(self) -> int:
-        """Requests that it can take on now."""
+        """Requests for which there is a metadata buffer."""
         return self._buffer_indices.available_size()
 
     def request(self, decode_req: DecodeRequest) -> None:
-        """Have prefill asked for the delta of a request that has its memory, see `ask_admitted`."""
+        """Have `ask_admitted` ask for the delta of a request that has its memory."""
         req = decode_req.req
         req.transfer_prefix_len = req.held_len
         index = self._buffer_indices.alloc()
@@ -60,9 +60,9 @@ class PrefillDeltas:
         self._admitted.append(decode_req)
 
     def ask_admitted(self, fence: Fence) -> None:
-        """Ask for the deltas of the requests admitted in this step, now or when the step behind ``fence`` is over.
+        """Ask for the deltas of this step's admissions, now or after the batch behind ``fence``.
 
-        The pages of all of them come to the host in one copy.
+        One copy brings the pages of all of them to the host.
         """
         admitted: list[DecodeRequest] = []
         parts: list[torch.Tensor] = []
@@ -82,42 +82,59 @@ class PrefillDeltas:
             for decode_req in admitted:
                 decode_req.lose(e)
             return
-        for decode_req, delta, states, *more in zip(admitted, *[found] * (2 + len(self._hooks.targets)), strict=True):
+        for decode_req, delta, states, *more in zip(
+            admitted, *[found] * (2 + len(self._hooks.targets)), strict=True
+        ):
             try:
                 self._ask_or_defer(decode_req, delta, states, more, fence)
             except Exception as e:
                 decode_req.lose(e)
 
     def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
-        """On the device: first slots of the delta's pages; what the state's indices are made of; what extras name."""
+        """On the device: first slots of the delta's pages, targets of state and of extras."""
         req, tree = decode_req.req, self._tree
         table = self._rows.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
         states = tree.state.targets(req, table)
-        return [table[req.held_len :: tree.page_size], states, *(of(decode_req) for of in self._hooks.targets)]
+        return [
+            table[req.held_len :: tree.page_size],
+            states,
+            *(of(decode_req) for of in self._hooks.targets),
+        ]
 
     def _ask_or_defer(
-        self, decode_req: DecodeRequest, delta: np.ndarray, states: np.ndarray, more: list[np.ndarray], fence: Fence
+        self,
+        decode_req: DecodeRequest,
+        delta: np.ndarray,
+        states: np.ndarray,
+        more: list[np.ndarray],
+        fence: Fence,
     ) -> None:
-        """delta, states, more: as `_targets`, on the host."""
-        pages, indices = (delta // self._tree.page_size).astype(np.int32), self._tree.state.indices(states)
+        """delta, states, more: the `_targets`, on the host."""
+        pages, indices = (
+            (delta // self._tree.page_size).astype(np.int32),
+            self._tree.state.indices(states),
+        )
         decode_req.name_target(pages, indices)
-        waits = [named(decode_req, slots, fence) for named, slots in zip(self._hooks.named, more, strict=True)]
+        waits = [
+            named(decode_req, slots, fence)
+            for named, slots in zip(self._hooks.named, more, strict=True)
+        ]
         if fence.guards(pages, indices) or any(waits):
             decode_req.advance(DEFERRED)
         else:
             self._ask(decode_req)
 
     def _expect_metadata(self, receiver: Any, index: int) -> None:
-        """Have ``receiver`` look for its own room in buffer ``index``, and wait for its writers if it fails."""
-        # A room left by the buffer's last user would read as corruption; 0 reads as not there yet. On a device, the
-        # copy of the page numbers waits for it, and so does what is asked for.
+        """Have ``receiver`` check the room in buffer ``index``, and wait for writers on failure."""
+        # The last request's room would read as corruption; 0 reads as not arrived. On a device, the
+        # copy of the page numbers waits for this write, and prefill is asked after that copy.
         room = self._buffers.bootstrap_room[index]
         room.zero_()
         receiver.metadata_room = lambda: int(room[0])
         receiver.fenced = True
 
     def ask_deferred(self, decode_reqs: Iterable[DecodeRequest]) -> None:
-        """Ask for those of ``decode_reqs`` that waited for a step in flight, which is over."""
+        """Ask for the deltas that waited for an in-flight batch, which is over."""
         for decode_req in decode_reqs:
             if decode_req.phase is DEFERRED:
                 try:
@@ -128,10 +145,17 @@ class PrefillDeltas:
     def _ask(self, decode_req: DecodeRequest) -> None:
         """Send prefill the message that names what it is to write."""
         decode_req.advance(ASKED)
-        req, receiver, index = decode_req.req, decode_req.kv_receiver, decode_req.metadata_buffer_index
+        req, receiver, index = (
+            decode_req.req,
+            decode_req.kv_receiver,
+            decode_req.metadata_buffer_index,
+        )
         pages, states = decode_req.page_indices, decode_req.state_indices
         if takes_prefix(decode_req):
-            if hasattr(receiver, "prompt") and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts:
+            if (
+                hasattr(receiver, "prompt")
+                and receiver.kv_mgr.prefills.of(receiver.bootstrap_addr).prompts
+            ):
                 receiver.prompt = PROMPT, decode_req.said_prompt()
             receiver.send_metadata(pages, index, states, decode_prefix_len=req.transfer_prefix_len)
         else:

@@ -1,6 +1,7 @@
-"""Requests before their admission: their rooms and their handshakes.
+"""Requests before their admission: their rooms and handshakes.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); in threads #34865 (open).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); in threads #34865
+(open).
 """
 
 from __future__ import annotations
@@ -25,28 +26,33 @@ __all__ = ["LiveRooms", "fail_unreached", "poll_handshake", "take_polls"]
 
 logger = logging.getLogger(__name__)
 
-# To get at a member of an enumeration takes longer than what is done with it, for each of hundreds of requests.
-READY, WAITING, FAILED, BOOTSTRAPPING = Phase.READY, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Bootstrapping
+# An enum lookup takes longer than its use, for each of hundreds of requests.
+READY, WAITING, FAILED, BOOTSTRAPPING = (
+    Phase.READY,
+    KVPoll.WaitingForInput,
+    KVPoll.Failed,
+    KVPoll.Bootstrapping,
+)
 
 
 class LiveRooms(WeakValueDictionary[int, Any]):
-    """The last request of each room, for as long as there is one.
+    """The last live request of each bootstrap_room.
 
-    A room is what KV, metadata and notifications are told apart by. The engine lets two requests of one mix; one ends
-    the books of the other, and the scheduler with them.
+    KV, metadata and notifications are matched by room. The engine mixes two requests of one room:
+    one of them deletes the records of the other, which ends the scheduler.
     """
 
     def refuse(self, req: Req, queues: Callable[[], Iterable[DecodeRequest]]) -> bool:
-        """Abort ``req`` if another request of its room is in one of ``queues``; returns whether it has been.
+        """Abort ``req`` if a request in ``queues`` has its room; returns whether it was aborted.
 
-        Only if its room is known are they looked through, which takes a millisecond where thousands wait.
+        Searches the queues only if the room is known: with thousands of requests it takes 1 ms.
         """
         known = self.get(req.bootstrap_room)
         if known is None or not any(dr is known for dr in queues()):
             return False
         message = (
-            f"bootstrap_room {req.bootstrap_room} of request {req.rid} belongs to a request that is still being "
-            "served. With PD disaggregation each request needs a room of its own."
+            f"bootstrap_room {req.bootstrap_room} of request {req.rid} belongs to a request that "
+            "is still being served. With PD disaggregation each request needs a room of its own."
         )
         logger.error(message)
         prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
@@ -55,22 +61,22 @@ class LiveRooms(WeakValueDictionary[int, Any]):
 
 
 def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:
-    """Fail those of ``pending`` whose prefill, by ``manager``, is gone, of no use or silent."""
-    waits: set[str] = set()
+    """Fail requests of ``pending`` whose prefill is lost, incompatible or unresponsive."""
+    waited_for: set[str] = set()
     for decode_req in pending:
         receiver = decode_req.kv_receiver
-        if receiver.bootstrap_addr in waits:
-            # What an older one still waits for it does too; there may be thousands.
+        if receiver.bootstrap_addr in waited_for:
+            # An older request still waits for this prefill, as do perhaps thousands.
             continue
         reason = manager.why_unreached(receiver.bootstrap_addr, receiver.made_at)
         if reason is None:
-            waits.add(receiver.bootstrap_addr)
+            waited_for.add(receiver.bootstrap_addr)
         else:
             decode_req.lose(reason)
 
 
 def poll_handshake(decode_req: DecodeRequest, tier: Tier) -> int:
-    """What its receiver says, but a request whose prefix ``tier`` still brings has not shaken hands yet."""
+    """The request's poll; Bootstrapping while ``tier`` still fetches its prefix."""
     poll = decode_req.poll()
     if decode_req.phase is READY or poll != WAITING or tier.is_done(decode_req.req.rid):
         return poll
@@ -78,7 +84,7 @@ def poll_handshake(decode_req: DecodeRequest, tier: Tier) -> int:
 
 
 def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
-    """Note for each of ``window`` what all ranks have polled. Returns how many have failed with that."""
+    """Apply the reduced polls to ``window``. Returns how many requests failed by them."""
     failed = 0
     for decode_req, poll in zip(window, polls, strict=True):
         if poll == WAITING and decode_req.phase is READY:
@@ -94,15 +100,18 @@ def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
 
 
 def _fail(decode_req: DecodeRequest) -> bool:
-    """Abort a request before its admission, unless it has been; returns whether that was done."""
+    """Abort a request before its admission; False if it was aborted already."""
     req = decode_req.req
     if decode_req.is_aborted:
         return False
     reason = decode_req.failure_reason()
-    message = f"Decode handshake failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
+    message = (
+        f"Decode handshake failed for request {req.rid} "
+        f"(bootstrap_room={req.bootstrap_room}){reason}"
+    )
     logger.error(message)
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     if isinstance(decode_req.kv_receiver, CommonKVReceiver):
-        # Prefill would wait for this request's message for ever.
+        # Else prefill would wait forever for this request's message.
         decode_req.cancel()
     return True

@@ -1,6 +1,6 @@
-"""Memory of failed requests is released when no prefill can write to it any more, and stays theirs through a flush.
+"""Quarantine: failed requests keep their memory while a prefill may write to it, also in a flush.
 
-Upstream: sgl-project/sglang#35049 and #35360 (merged, off by default), which #38961 (open) mends.
+Upstream: sgl-project/sglang#35049 and #35360 (merged, off by default), which #38961 (open) fixes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class Writers:
-    """Polls as done when no prefill can write to a failed request's pages any more.
+    """Polls as Success when no prefill can write to a failed request's pages any more.
 
-    Until then as transferring, if nothing is being copied to these out of host memory any more.
+    Before that as Transferring, or WaitingForInput while its load is copied from host memory.
     """
 
     def __init__(self, decode_req: DecodeRequest):
@@ -49,36 +49,40 @@ class Writers:
 def poll_transfers(
     queue: Sequence[DecodeRequest], quarantine: Sequence[DecodeRequest], tier: Tier, group: Any
 ) -> tuple[list[int], list[DecodeRequest]]:
-    """What the ranks of ``group`` have agreed on in one reduction: a poll of each transfer, and who leaves quarantine.
+    """Reduce over ``group``: the transfers' polls, and the requests that leave quarantine.
 
-    What is being saved to the ``tier`` is agreed on with it.
+    The saves of ``tier`` are part of this reduction.
     """
     pollers = [*queue, *map(Writers, quarantine), *tier.begin_step(group, alone=is_alone(group))]
     polls = agreed_polls(pollers, group) if pollers else []
     written = polls[len(queue) : len(queue) + len(quarantine)]
     tier.end_step(polls[len(queue) + len(quarantine) :])
     for decode_req, poll in zip(quarantine, written, strict=True):
-        # It may be long, and what was to be copied is locked in host memory. Over on all ranks, it is let go of on all
-        # of them in this step.
+        # The load locks host memory. Its copy is over on all ranks, so all release it now.
         if poll == KVPoll.Transferring:
             let_go(decode_req, tier)
-    return polls[: len(queue)], [dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success]
+    return polls[: len(queue)], [
+        dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success
+    ]
 
 
 def abort_transfer(decode_req: DecodeRequest) -> None:
-    """Abort a request whose transfer failed here or on another rank, and ask prefill to stop writing for it."""
+    """Abort a request whose transfer failed on any rank, and have prefill stop writing."""
     req = decode_req.req
     reason = decode_req.failure_reason()
-    message = f"Decode transfer failed for request {req.rid} (bootstrap_room={req.bootstrap_room}){reason}"
+    message = (
+        f"Decode transfer failed for request {req.rid} "
+        f"(bootstrap_room={req.bootstrap_room}){reason}"
+    )
     logger.error(message)
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     decode_req.fail()
 
 
 def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
-    """Give back what a failed request holds: KV, and its metadata buffer of ``buffers``.
+    """Release a failed request's KV and metadata buffer; if computed here, it has none.
 
-    Nothing enters the tree: part of it may never have been written. What is computed here has no buffer.
+    Nothing enters the tree: part of it may never have been written.
     """
     let_go(decode_req, tree.tier)
     release_kv_cache(decode_req.req, tree, is_insert=False)
@@ -88,7 +92,7 @@ def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
 
 
 def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
-    """Let go of what a request has counted on in a tier, when nothing is copied for it any more."""
+    """Release a request's load in a tier, once nothing is copied for it any more."""
     load, decode_req.load = decode_req.load, None
     if load is not None:
         load.wait()
@@ -96,16 +100,18 @@ def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
 
 
 class _Delta(NamedTuple):
-    """Slots of a request beyond its prefix, int64, whole pages; and what it has beside them, see `StateKind.held`."""
+    """Slots of a request beyond its prefix, int64, whole pages; and its `StateKind.held`."""
 
     slots: torch.Tensor
     beside: Any
 
 
-def flush_around(reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]) -> bool:
-    """Flush the pools of a worker that has no other requests; ``reqs`` keep row, delta and what is beside it.
+def flush_around(
+    reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]
+) -> bool:
+    """Flush an idle worker's pools, except the slot, delta and state of each of ``reqs``.
 
-    rows: the pool of these. flush: clears tree and pools; what it returns is returned, and if False nothing changes.
+    rows: the req_to_token pool. flush: clears tree and pools, or returns False and changes nothing.
     """
     deltas = [_delta(req, rows, tree) for req in reqs]
     if not flush():
@@ -123,9 +129,9 @@ def _delta(req: Req, rows: Any, tree: DecodeRadixCache) -> _Delta:
 
 
 def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
-    """Take what ``req`` had out of pools that have been cleared.
+    """Take what ``req`` had out of the cleared pools.
 
-    Its prefix went with the tree; what is left of it is the delta, which begins a sequence of its own.
+    Its prefix went with the tree, so the delta now begins a sequence of its own.
     """
     length = req.kv_allocated_len - req.cache_protected_len
     slots = delta.slots[:length]

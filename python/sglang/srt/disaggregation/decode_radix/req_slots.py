@@ -1,6 +1,7 @@
-"""Rows of requests on a decode worker, and how some are kept out of others' hands.
+"""req_to_token slots that are withheld from other requests for a while.
 
-Upstream: none is known for a step in flight; quarantine sgl-project/sglang#35049 and #35360 (merged, off by default).
+Upstream: none is known for a step in flight; quarantine sgl-project/sglang#35049 and #35360
+(merged, off by default).
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ if TYPE_CHECKING:
 
 __all__ = ["KeptRows"]
 
-# The engine's classes come behind.
+# The engine's pool follows in the MRO.
 Base: Any = object
 
 
 class KeptRows(Base):
-    """Rows of requests. Some may have to stay out of others' hands for a step, or through a flush."""
+    """req_to_token slots, of which some are withheld for a step or through a flush."""
 
     def free(self, req: Req) -> None:
-        """Notes on the request which row it had: a step in flight may still read it."""
+        """Notes the freed slot on the request: an in-flight batch may still read it."""
         req.freed_row = req.req_pool_idx
         super().free(req)
 
     def reserve(self, req: Req) -> None:
-        """Take the row of ``req`` out of a pool that has been cleared."""
+        """Take the slot of ``req`` out of a cleared pool."""
         self.free_slots.remove(req.req_pool_idx)
 
     def give_last(self, rows: set[int]) -> int:
-        """Hand the free ones of ``rows`` out after all others; returns how many these are."""
-        # They are taken from the front, and what has just been freed is at the end: as a rule these are there already.
+        """Hand out the free slots of ``rows`` after all others; returns how many they are."""
+        # Slots are taken from the front and freed to the end: usually these are last already.
         last = 0
         for row in reversed(self.free_slots):
             if row not in rows:

@@ -1,4 +1,4 @@
-"""Retracted requests come back: matched anew, and only what the tree has lost is restored from host memory.
+"""Retracted requests resume: match again, restore from host memory only what the tree has lost.
 
 Upstream: sgl-project/sglang#29471 (open), a resume that matches again.
 """
@@ -11,7 +11,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, Blocked
-from sglang.srt.disaggregation.decode_radix.budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.budget import (
+    Accounts,
+    AdmissionPlan,
+    Budget,
+    LiveReqs,
+    Memory,
+)
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
@@ -28,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
-    """Asked of one retracted request after the other: whether it decodes in this turn if it comes back now.
+    """Returns a test of retracted requests, in order: would it decode in this turn?
 
-    All that wait already go before it. Who waits holds its KV, which no retraction brings.
+    All waiting requests go first. A waiting request holds KV that no retraction frees.
     """
     elsewhere = [req for reqs in hooks.reqs for req in reqs()]
-    # Of these, some may run already.
+    # As a set: a request may be in several of these.
     ahead = set(map(id, (*scheduler.running_batch.reqs, *scheduler.waiting_queue, *elsewhere)))
     places = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - len(ahead)
     tests = [joins() for joins in hooks.joins] if places > 0 else []
@@ -49,28 +55,30 @@ def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
 
 
 class BudgetOfStep:
-    """What a step has to give to those that come back and do not decode at once, as `DecodeAdder` has it.
+    """What a step may use for resumed requests that do not decode at once, as in `DecodeAdder`.
 
-    Made when it is first asked for, which takes a look at all that live, and from then on kept up by plans.
+    Built on first use, which reads all live requests; then updated by plans.
     """
 
-    def __init__(self, accounts: Accounts, live: LiveReqs, loading: Callable[[], Iterable[TreeNode]]):
-        """live: those that wait to come back are left out, for they hold nothing. loading: see `Accounts.budget`."""
+    def __init__(
+        self, accounts: Accounts, live: LiveReqs, loading: Callable[[], Iterable[TreeNode]]
+    ):
+        """live: without retracted requests, as they hold no KV. loading: see `Accounts.budget`."""
         self._accounts, self._live, self._loading = accounts, live._replace(retracted=()), loading
         self._joined: list[Req] = []
         self._budget: Budget | None = None
 
     def now(self) -> Budget:
-        """After all that has come back in this step."""
+        """After this step's resumes."""
         if self._budget is None:
             live = self._live._replace(running=[*self._live.running, *self._joined])
             self._budget = self._accounts.budget(live, self._loading())
         return self._budget
 
     def add(self, req: Req, plan: AdmissionPlan) -> None:
-        """``req`` has come back; to decode at once, if nobody has asked yet.
+        """Account for a resumed request; it decodes at once if there is no budget yet.
 
-        One that decodes counts as on its way where the budget is there already, which is a little less to give.
+        With a budget, it counts as on its way to decode, which leaves slightly less.
         """
         if self._budget is None:
             self._joined.append(req)
@@ -79,7 +87,7 @@ class BudgetOfStep:
 
 
 class Resumption:
-    """Resumes retracted requests of one rank, as all others do. What raises for the memory of one ends the worker."""
+    """Resumes retracted requests, as all ranks do. A failed allocation ends the worker."""
 
     def __init__(
         self,
@@ -93,10 +101,10 @@ class Resumption:
         self._hooks = hooks
         self._tree, self._accounts, self._memory = tree, accounts, memory
         self._joins = joins
-        # The first that did not fit; and the first that a limit held back, and when.
+        # The first request that did not fit; the first that a limit held back, and the state then.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
-        # Steps since that was found: one odd measurement must not keep it back until somebody ends.
+        # Steps since then: one odd measurement must not hold it back until a request ends.
         self._held_for = 0
 
     def resume(
@@ -106,26 +114,32 @@ class Resumption:
         version: Callable[[], tuple[int, ...]],
         tell: Callable[[Req], None],
     ) -> tuple[list[Req], int]:
-        """Bring back the first of ``retracted``, as many as fit. Returns them, and how many have failed among them.
+        """Resume the first of ``retracted`` that fit. Returns them, and how many others failed.
 
-        One that would only wait, with KV that no retraction brings, needs what an admission needs: others must be able
-        to finish beside it.
+        A request that would only wait must fit as in an admission: no retraction frees its KV.
 
-        version: see `Schedule.version`. tell: tells the client of one whose KV cannot be brought back.
+        version: see `Schedule.version`. tell: reports a request whose KV cannot be restored.
         """
         resumed: list[Req] = []
         failed = 0
         if not retracted:
             return resumed, failed
         self._held_for += 1
-        if self._held is not None and self._held_for % ABORT_INTERVAL and self._held == (retracted[0].rid, version()):
+        if (
+            self._held is not None
+            and self._held_for % ABORT_INTERVAL
+            and self._held == (retracted[0].rid, version())
+        ):
             return resumed, failed
         self._held, self._held_for = None, 0
         kept = self._accounts.kept_for_resume(live)
-        # A look at each that runs: from here on a resume takes what it needs of it.
+        # Reads each running request, so only once: resumes subtract what they take.
         beside = self._accounts.free(live.running).beside
         limits = [limit(live) for limit in self._hooks.limit]
-        joins, waiting = self._joins(), BudgetOfStep(self._accounts, live, self._tree.tier.nodes_in_use)
+        joins, waiting = (
+            self._joins(),
+            BudgetOfStep(self._accounts, live, self._tree.tier.nodes_in_use),
+        )
         for req in retracted:
             if self._memory.rows.available_size() <= 0:
                 break
@@ -137,7 +151,7 @@ class Resumption:
             try:
                 plan = self._plan(req, token_ids)
             except Exception as e:
-                # On all ranks: they ask the same of the same tree.
+                # On all ranks alike: their trees are the same.
                 failed += 1
                 self._fail(req, e, tell)
                 continue
@@ -150,7 +164,9 @@ class Resumption:
             self._blocked = None
             self._memory.give(req, token_ids, plan)
             req.is_retracted = False
-            req.restore_kv_cache(self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length)
+            req.restore_kv_cache(
+                self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length
+            )
             kept = kept.plus(Memory(self._accounts.reserved, plan.beside.soon - plan.beside.now))
             beside -= plan.beside.now
             waiting.add(req, plan)
@@ -160,11 +176,16 @@ class Resumption:
         return resumed, failed
 
     def _is_blocked(
-        self, req: Req, free: Memory, kept: Memory, budget: BudgetOfStep | None, version: Callable[[], tuple[int, ...]]
+        self,
+        req: Req,
+        free: Memory,
+        kept: Memory,
+        budget: BudgetOfStep | None,
+        version: Callable[[], tuple[int, ...]],
     ) -> bool:
-        """Whether ``req`` was found not to fit, and neither what is free nor the tree has changed enough.
+        """Whether ``req`` did not fit, and neither free memory nor the tree has changed enough.
 
-        Costs the same for any prompt.
+        The cost does not depend on the prompt.
         """
         blocked = self._blocked
         if blocked is None or blocked.rid != req.rid or blocked.version != version():
@@ -178,7 +199,7 @@ class Resumption:
         return self._accounts.plan(req, token_ids, found)
 
     def _fail(self, req: Req, error: Exception, tell: Callable[[Req], None]) -> None:
-        """Abort a retracted request whose KV cannot be brought back. On all ranks."""
+        """Abort a retracted request whose KV cannot be restored. On all ranks alike."""
         message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
         logger.error(message, exc_info=error)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -188,5 +209,7 @@ class Resumption:
 
 
 def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: BudgetOfStep | None) -> bool:
-    """Whether a retracted request may come back. budget: of an admission, if it would not decode at once."""
-    return free.covers(plan.needed, kept) if budget is None else budget.now().covers(plan, Memory(0))
+    """Whether a retracted request may resume. budget: if it would not decode at once."""
+    return (
+        free.covers(plan.needed, kept) if budget is None else budget.now().covers(plan, Memory(0))
+    )
