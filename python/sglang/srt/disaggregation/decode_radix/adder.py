@@ -1,4 +1,5 @@
-"""Adds requests to a step of admission until one does not fit; as the engine's ``PrefillAdder``, figures in and out.
+"""Adds requests to a step of admission until one does not fit; as the engine's ``PrefillAdder``,
+figures in and out.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -52,15 +53,21 @@ class DecodeAdder:
     ):
         """room: requests for which there is a row and a buffer.
 
-        budget: what the step has to give, asked for at most once, when somebody could be admitted. reserved: tokens
-        kept for a request's next steps. evictable: tokens that the step may evict and go on; None for all. limits,
+        budget: what the step has to give, asked for at most once, when somebody could be admitted.
+        reserved: tokens kept for a request's next steps. evictable: tokens that the step may evict
+        and go on; None for all. limits,
         live: see `DecodeHooks.limit`, which is asked when somebody could be admitted.
         """
         self._find_limits, self._live = limits, live
         self._limits: list[Limit] | None = None
         # After `Added.HELD`, see `Limit.held_live`.
         self.held_live: int | None = None
-        self._room, self._reserved, self._find_budget, self._evictable = room, reserved, budget, evictable
+        self._room, self._reserved, self._find_budget, self._evictable = (
+            room,
+            reserved,
+            budget,
+            evictable,
+        )
         self._budget: Budget | None = None
         # The last admission, which the budget has not been told of.
         self._untold: AdmissionPlan | None = None
@@ -72,7 +79,9 @@ class DecodeAdder:
         return Memory(0)
 
     def add_one(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> Added:
-        """Add ``req``, whose admission takes ``plan``, if it fits; if so, it is admitted before the next is asked."""
+        """Add ``req``, whose admission takes ``plan``, if it fits; if so, it is admitted before the
+        next is asked.
+        """
         if len(self._entries) >= self._room:
             return Added.NO_ROOM
         budget = self._budget_now()

@@ -1,4 +1,5 @@
-"""Admission of one step: plan, add, give memory, ask for the delta; for requests whose handshake is done, in order.
+"""Admission of one step: plan, add, give memory, ask for the delta; for requests whose handshake is
+done, in order.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -9,7 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_radix.adder import Added, DecodeAdder
-from sglang.srt.disaggregation.decode_radix.budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.budget import (
+    Accounts,
+    AdmissionPlan,
+    Budget,
+    LiveReqs,
+    Memory,
+)
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.schedule import sources_of
@@ -30,13 +37,20 @@ __all__ = ["Admission", "Blocked", "Held", "all_ready", "waiting"]
 
 # To get at a member of an enumeration takes longer than what is done with it.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
-YES, LAST, NO_ROOM, NO_MEMORY, HELD = Added.YES, Added.LAST, Added.NO_ROOM, Added.NO_MEMORY, Added.HELD
+YES, LAST, NO_ROOM, NO_MEMORY, HELD = (
+    Added.YES,
+    Added.LAST,
+    Added.NO_ROOM,
+    Added.NO_MEMORY,
+    Added.HELD,
+)
 # Steps of a blocked queue between two looks for aborted requests in it.
 ABORT_INTERVAL = 16
 
 
 class Blocked(NamedTuple):
-    """A request that did not fit: what it takes, what was kept from it, and the state in which it was asked.
+    """A request that did not fit: what it takes, what was kept from it, and the state in which it
+    was asked.
 
     free: what was free or evictable then, if that is known.
     """
@@ -77,8 +91,8 @@ class Admission:
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._events, self._sources = memory, deltas, events, sources
         self._look_every = policy.lines.look_every or ABORT_INTERVAL
-        # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
-        # that a limit held back.
+        # Of the last step: the state in which no row or buffer was left; the request for which
+        # there was no memory, or that a limit held back.
         self.full: tuple[int, ...] | None = None
         self.blocked: Blocked | None = None
         self.held: Held | None = None
@@ -94,8 +108,9 @@ class Admission:
     ) -> bool:
         """Whether a step can be left out: all handshakes are done, and what goes next does not fit.
 
-        Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
-        decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
+        Then only an abort or a lost prefill could change the queue, and that is looked for every
+        few steps. All ranks decide alike: they have the same queue and pool, and whose handshake is
+        done has been reduced.
         step: its number. retracted: these go first. Cost: the same for prompts of any length.
         """
         if retracted:
@@ -121,9 +136,11 @@ class Admission:
         return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
 
     def _has_freed(self, blocked: Blocked) -> bool:
-        """Whether there is more memory than when ``blocked`` was asked, in the same state otherwise.
+        """Whether there is more memory than when ``blocked`` was asked, in the same state
+        otherwise.
 
-        Who runs grows meanwhile, and lacks at most as much less as there is less memory. Another pool is not asked.
+        Who runs grows meanwhile, and lacks at most as much less as there is less memory. Another
+        pool is not asked.
         """
         free = blocked.free
         return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv
@@ -173,37 +190,62 @@ class Admission:
         return admitted
 
     def _adder(
-        self, window: Sequence[DecodeRequest], room: int, budget: Callable[[], Budget], live: Callable[[], LiveReqs]
+        self,
+        window: Sequence[DecodeRequest],
+        room: int,
+        budget: Callable[[], Budget],
+        live: Callable[[], LiveReqs],
     ) -> DecodeAdder:
         # What several ranks have agreed on is what their trees held before an eviction.
         evictable = 0 if self._several_ranks else None
-        return DecodeAdder(room, budget, self._accounts.reserved, evictable, self._policy.hooks.limit, live)
+        return DecodeAdder(
+            room, budget, self._accounts.reserved, evictable, self._policy.hooks.limit, live
+        )
 
     def _note_refused(
-        self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, schedule: Schedule, fence: Fence
+        self,
+        added: Added,
+        req: Req,
+        plan: AdmissionPlan,
+        adder: DecodeAdder,
+        schedule: Schedule,
+        fence: Fence,
     ) -> None:
         """Remember why the step ends with ``req``, and in which state."""
         if added is NO_ROOM:
             # A row that a step in flight reads is free in the next step.
             self.full = None if fence.rows else schedule.version()
         elif added is NO_MEMORY:
-            self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), self._accounts.free(()))
+            self.blocked = Blocked(
+                req.rid, plan, adder.promised, schedule.version(), self._accounts.free(())
+            )
         elif added is HELD:
             self.held = Held(req.rid, adder.held_live)
 
     def _plan(
-        self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, live: Callable[[], LiveReqs]
+        self,
+        decode_req: DecodeRequest,
+        entry: QueueEntry,
+        may_match: bool,
+        live: Callable[[], LiveReqs],
     ) -> AdmissionPlan:
         """What admitting a request takes.
 
-        may_match: whether it may use what the tree holds, as far as its prefill and the other ranks go.
+        may_match: whether it may use what the tree holds, as far as its prefill and the other ranks
+        go.
         """
         req = decode_req.req
         may_match = may_match and self._tree.accepts(req)
         found = self._policy.find(entry) if may_match else NOTHING
-        entry.stored = self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
+        entry.stored = (
+            self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
+        )
         held = entry.stored if entry.stored.length else found
-        takes = [source for source in entry.sources if source.takes(req, held, live)] if may_match else []
+        takes = (
+            [source for source in entry.sources if source.takes(req, held, live)]
+            if may_match
+            else []
+        )
         entry.source = takes[0] if takes else None
         if takes and held.length == len(req.origin_input_ids):
             # A step has a token at least to compute, and not into a page that others read.
@@ -214,7 +256,9 @@ class Admission:
         return self._accounts.plan(req, req.origin_input_ids, found)
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan) -> None:
-        """Carry out an admission. Others of the step count on it, so what raises for its memory ends the worker."""
+        """Carry out an admission. Others of the step count on it, so what raises for its memory
+        ends the worker.
+        """
         req, entry = decode_req.req, decode_req.entry
         held, tier = plan.found.length, self._tree.tier
         if entry.stored.length:
@@ -246,4 +290,6 @@ def all_ready(queue: Sequence[DecodeRequest]) -> bool:
 
 def waiting(window: Sequence[DecodeRequest]) -> list[QueueEntry]:
     """The entries of all that could be admitted."""
-    return [dr.entry for dr in window if dr.phase is READY and dr.error is None and not dr.is_aborted]
+    return [
+        dr.entry for dr in window if dr.phase is READY and dr.error is None and not dr.is_aborted
+    ]

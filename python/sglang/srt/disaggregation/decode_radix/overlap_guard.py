@@ -1,12 +1,13 @@
-"""What a decode step that is under way still uses of requests that have ended since it was launched.
+"""What a decode step that is under way still uses of requests that have ended since it was
+launched.
 
-With overlapped scheduling the result of one step is processed when the next has been launched. A request that ends on
-that result is in the next step too, which writes one more slot of it (with speculation, several) and reads its table
-row, after both have been let go. What the worker itself does with them comes later in the same stream; what a prefill
-writes does not.
+With overlapped scheduling the result of one step is processed when the next has been launched. A
+request that ends on that result is in the next step too, which writes one more slot of it (with
+speculation, several) and reads its table row, after both have been let go. What the worker itself
+does with them comes later in the same stream; what a prefill writes does not.
 
-Upstream: none is known for what a prefill writes; sgl-project/sglang#26380 and #31687 (merged) order the scheduler's
-own writes.
+Upstream: none is known for what a prefill writes; sgl-project/sglang#26380 and #31687 (merged)
+order the scheduler's own writes.
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ class StepInFlight:
 
     @property
     def rows(self) -> set[int]:
-        """The rows of ``req_to_token`` that it may still read for them. The host knows them without the device."""
+        """The rows of ``req_to_token`` that it may still read for them. The host knows them without
+        the device.
+        """
         return {self.batch.reqs[i].freed_row for i in self.ended}
 
     @cached_property
     def states(self) -> set[int]:
-        """What it may still write to for them of what the engine calls the state, by `StateKind.indices`."""
+        """What it may still write to for them of what the engine calls the state, by
+        `StateKind.indices`.
+        """
         return self.batch.states_written(self.ended, self.page_size)
 
 
 def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
-    """The step whose result has not been processed, if a request that it was launched with has ended; else None.
+    """The step whose result has not been processed, if a request that it was launched with has
+    ended; else None.
 
     When requests are admitted there is one at most. All TP ranks find the same.
     """
@@ -61,8 +67,9 @@ def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
 class Fence(NamedTuple):
     """What one step of admission must keep from others while a step is in flight.
 
-    A request may be given pages that this step still uses at once, but its prefill is asked for KV when that has been
-    processed. Rows that it reads go to nobody meanwhile. Steps do not use metadata buffers.
+    A request may be given pages that this step still uses at once, but its prefill is asked for KV
+    when that has been processed. Rows that it reads go to nobody meanwhile. Steps do not use
+    metadata buffers.
 
     step: the step, if some of its requests have ended. rows: how many of the free rows it reads.
     """

@@ -25,8 +25,8 @@ __all__ = ["AdmissionPolicy", "QueueEntry"]
 class QueueEntry:
     """A request's entry with the policy.
 
-    arrival: its number. priority: lower goes first. prefill: who computes its prompt. keys: its prompt, as
-    `PrefixReader.keys_of` returns it; None for a warm-up, which shares nothing.
+    arrival: its number. priority: lower goes first. prefill: who computes its prompt. keys: its
+    prompt, as `PrefixReader.keys_of` returns it; None for a warm-up, which shares nothing.
     """
 
     arrival: int
@@ -37,10 +37,12 @@ class QueueEntry:
     # What the tree held of its prompt when that was last looked for, and the state in which it did.
     found: PrefixPeek = NOTHING
     found_in: Hashable = None
-    # Sources beside its prefill that may bring its delta, as far as all TP ranks know; and the one that does, if any.
+    # Sources beside its prefill that may bring its delta, as far as all TP ranks know; and the one
+    # that does, if any.
     sources: Sequence[DeltaSource] = ()
     source: DeltaSource | None = None
-    # Its prompt in host memory, while it waits; and of that what it is admitted with, if it is more than the tree has.
+    # Its prompt in host memory, while it waits; and of that what it is admitted with, if it is more
+    # than the tree has.
     host_watch: Any = None
     stored: PrefixPeek = NOTHING
     # When it was admitted, and the tokens of the delta that it asked its prefill for.
@@ -78,7 +80,11 @@ class AdmissionPolicy:
     # ---- what happens to requests ----
 
     def enter(
-        self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
+        self,
+        token_ids: Sequence[int] | None,
+        extra_key: str | None,
+        priority: int,
+        prefill: Hashable,
     ) -> QueueEntry:
         """A request joins those that wait. token_ids: its prompt, None for a warm-up."""
         entry = self._entry(token_ids, extra_key, priority, prefill)
@@ -89,9 +95,15 @@ class AdmissionPolicy:
         return entry
 
     def _entry(
-        self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
+        self,
+        token_ids: Sequence[int] | None,
+        extra_key: str | None,
+        priority: int,
+        prefill: Hashable,
     ) -> QueueEntry:
-        keys = None if token_ids is None else self.tree.reader.keys_of(self.tree.shareable(token_ids))
+        keys = (
+            None if token_ids is None else self.tree.reader.keys_of(self.tree.shareable(token_ids))
+        )
         return QueueEntry(next(self._arrivals), priority, prefill, keys, extra_key)
 
     def leave(self, entry: QueueEntry) -> None:
@@ -128,7 +140,9 @@ class AdmissionPolicy:
     # ---- what is asked ----
 
     def find(self, entry: QueueEntry) -> PrefixPeek:
-        """What the tree holds of a request's prompt, which is compared with it where that has changed."""
+        """What the tree holds of a request's prompt, which is compared with it where that has
+        changed.
+        """
         tree = self.tree
         state = tree.watches.changes, tree.locks_taken, tree.locks_released
         if entry.keys is not None and entry.found_in != state:
@@ -136,7 +150,9 @@ class AdmissionPolicy:
         return entry.found
 
     def held(self, entry: QueueEntry) -> tuple[int, int]:
-        """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
+        """Tokens of a request's prompt that the tree holds, and how many of them no request has
+        locked.
+        """
         found = self.find(entry)
         return found.length, found.evictable
 

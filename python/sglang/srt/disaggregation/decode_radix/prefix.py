@@ -1,4 +1,5 @@
-"""The decode prefix: what both workers must agree on when decode already holds the start of a prompt.
+"""The decode prefix: what both workers must agree on when decode already holds the start of a
+prompt.
 
 Backends bring the wire; the arithmetic and the checks are here, once.
 
@@ -31,7 +32,9 @@ def pages(num_tokens: int, page_size: int) -> int:
 
 
 def count_runs(sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> int:
-    """Runs of pages that are contiguous on both sides; a backend sends one descriptor for each, layer, and K or V."""
+    """Runs of pages that are contiguous on both sides; a backend sends one descriptor for each,
+    layer, and K or V.
+    """
     # Of a decode worker without the flag, prefill takes what fits; it has not been checked here.
     length = min(len(sources), len(targets))
     if length == 0:
@@ -40,18 +43,25 @@ def count_runs(sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -
     return 1 + int(np.count_nonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)))
 
 
-def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int) -> None:
+def check_decode_prefix(
+    prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int
+) -> None:
     """Check a decode prefix against the prompt it is for (invariant I4).
 
-    prefix_len: tokens that decode says it holds. num_delta_pages: pages it offers for the rest, None from a rank that
-    receives no KV. prompt_len: tokens of the prompt. Raises ValueError with the reason.
+    prefix_len: tokens that decode says it holds. num_delta_pages: pages it offers for the rest,
+    None from a rank that receives no KV. prompt_len: tokens of the prompt. Raises ValueError with
+    the reason.
     """
     if prefix_len < 0:
         raise ValueError(f"decode_prefix_len {prefix_len} is negative")
     if prefix_len % page_size:
-        raise ValueError(f"decode_prefix_len {prefix_len} is not a multiple of the page size {page_size}")
+        raise ValueError(
+            f"decode_prefix_len {prefix_len} is not a multiple of the page size {page_size}"
+        )
     if prefix_len > prompt_len:
-        raise ValueError(f"decode_prefix_len {prefix_len} is beyond the prompt of {prompt_len} tokens")
+        raise ValueError(
+            f"decode_prefix_len {prefix_len} is beyond the prompt of {prompt_len} tokens"
+        )
     expected = pages(prompt_len - prefix_len, page_size)
     if num_delta_pages is not None and num_delta_pages != expected:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Which requests of the queue one step of admission looks at, in which order, and what the TP ranks agree on of it.
+"""Which requests of the queue one step of admission looks at, in which order, and what the TP ranks
+agree on of it.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES, WINDOW, Agreement, Ranks, RankState
+from sglang.srt.disaggregation.decode_radix.tp_agreement import (
+    CANDIDATES,
+    WINDOW,
+    Agreement,
+    Ranks,
+    RankState,
+)
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
@@ -18,16 +25,25 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
+__all__ = [
+    "Agreed",
+    "OwnFigures",
+    "Schedule",
+    "Window",
+    "priority_sign",
+    "sources_of",
+    "takes_prefix",
+]
 
 READY = Phase.READY
-# Places of the window that go by turns where the queue is longer than it: to those whose handshake is not done, and to
-# those behind the first whose is. Hundreds before them may wait for one transfer, and who fails is to be told.
+# Places of the window that go by turns where the queue is longer than it: to those whose handshake
+# is not done, and to those behind the first whose is. Hundreds before them may wait for one
+# transfer, and who fails is to be told.
 HANDSHAKES = WINDOW // 4
 BEHIND = WINDOW // 4
-# Turns by this part of a circle look at all of a queue in at most 2.3 times as many looks as one after another would,
-# whether each step looks or every sixteenth (all of 260 to 8,000 requests). With the golden ratio, of which 16 times is
-# close to 8/9, it was 10 times.
+# Turns by this part of a circle look at all of a queue in at most 2.3 times as many looks as one
+# after another would, whether each step looks or every sixteenth (all of 260 to 8,000 requests).
+# With the golden ratio, of which 16 times is close to 8/9, it was 10 times.
 TURN = 6**0.5 - 2
 
 
@@ -41,7 +57,8 @@ class Window(NamedTuple):
 class Agreed(NamedTuple):
     """What a step of admission works on.
 
-    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not.
+    candidates: in order, each with whether it may match. window: all that the step looks at,
+    candidates or not.
     """
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
@@ -49,7 +66,9 @@ class Agreed(NamedTuple):
 
 
 class OwnFigures(NamedTuple):
-    """Figures of this rank that the others must have too: lengths of two queues, `RequestMemory.figures`, buffers."""
+    """Figures of this rank that the others must have too: lengths of two queues,
+    `RequestMemory.figures`, buffers.
+    """
 
     queued: int
     retracted: int
@@ -64,18 +83,26 @@ def takes_prefix(decode_req: DecodeRequest) -> bool:
 
 def sources_of(decode_req: DecodeRequest, sources: Sequence[DeltaSource]) -> Sequence[DeltaSource]:
     """Those of ``sources`` that may bring the delta of a request: all of them or none."""
-    return sources if takes_prefix(decode_req) and all(source.lets(decode_req) for source in sources) else ()
+    return (
+        sources
+        if takes_prefix(decode_req) and all(source.lets(decode_req) for source in sources)
+        else ()
+    )
 
 
 def priority_sign(scheduler: Any) -> int:
-    """What priorities are multiplied with so that lower goes first, as in the engine's order; 0: they do not count."""
+    """What priorities are multiplied with so that lower goes first, as in the engine's order; 0:
+    they do not count.
+    """
     if not getattr(scheduler, "enable_priority_scheduling", False):
         return 0
     return 1 if scheduler.schedule_low_priority_values_first else -1
 
 
 def _turn(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[DecodeRequest]:
-    """``places`` of ``requests``; in the turns that follow others, until it has been everybody's."""
+    """``places`` of ``requests``; in the turns that follow others, until it has been
+    everybody's.
+    """
     if len(requests) <= places:
         return [*requests]
     first = int(turn * TURN % 1.0 * len(requests))
@@ -93,7 +120,8 @@ class Schedule:
         sources: Sequence[DeltaSource] = (),
         measured: Sequence[Measured] = (),
     ):
-        """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count.
+        """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they
+        do not count.
 
         sources: of deltas, beside prefill. measured: what ranks agree on beside the rest.
         """
@@ -105,12 +133,16 @@ class Schedule:
         self._looks = 0
 
     def version(self) -> tuple[int, ...]:
-        """What must have changed for a request that did not fit to fit now, other than free memory."""
+        """What must have changed for a request that did not fit to fit now, other than free
+        memory.
+        """
         tree = self._tree
         return tree.growth, tree.locks_taken, tree.locks_released, self._policy.departures
 
     def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
-        """The entry of a request with the policy, whose queue it joins when it is first asked for."""
+        """The entry of a request with the policy, whose queue it joins when it is first asked
+        for.
+        """
         if decode_req.entry is not None:
             return decode_req.entry
         req, sign = decode_req.req, self._priority_sign()
@@ -128,9 +160,11 @@ class Schedule:
     # ---- the window ----
 
     def window(self, queue: Sequence[DecodeRequest]) -> Window:
-        """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are ready go first.
+        """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are
+        ready go first.
 
-        All ranks find the same: they have agreed on whose handshake is done, and look in the same steps.
+        All ranks find the same: they have agreed on whose handshake is done, and look in the same
+        steps.
         """
         # They stand as they came.
         self._policy.lines.begin_step(self.entry_of(queue[0]) if queue else None)
@@ -140,7 +174,9 @@ class Schedule:
         return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
-        ready = self._policy.lines.looked_at([dr for dr in queue if dr.phase is READY], self.entry_of)
+        ready = self._policy.lines.looked_at(
+            [dr for dr in queue if dr.phase is READY], self.entry_of
+        )
         if self._priority_sign():
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
@@ -172,19 +208,25 @@ class Schedule:
     ) -> Agreed | None:
         """What several ranks go on to do, agreed on in one collective; None to skip the step.
 
-        Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
-        skip the step. A request of which their trees hold different prefixes goes without one.
+        Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue,
+        pool or order differ skip the step. A request of which their trees hold different prefixes
+        goes without one.
 
         take_polls: takes in what all have polled.
         """
         requests, entries = window
-        # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
+        # Those whose handshake is done, and as far as there is room those that may turn out to be
+        # in this step.
         order = self._order(window)
         picked, line = self._compared(order, entries)
-        late = [i for i, dr in enumerate(requests) if dr.phase is not READY][: CANDIDATES - len(picked)]
+        late = [i for i, dr in enumerate(requests) if dr.phase is not READY][
+            : CANDIDATES - len(picked)
+        ]
         state = RankState(own.queued, own.retracted, own.memory, own.buffers, line)
         told = ranks.agree(
-            state.figures(ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests])),
+            state.figures(
+                ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests])
+            ),
             [self._held(requests[i]) for i in (*picked, *late)],
             polls,
             # What is less on one rank is so for all.
@@ -206,7 +248,9 @@ class Schedule:
     # ---- of which an extra may say something else ----
 
     def _compared(self, order: list[int], entries: Sequence[QueueEntry]) -> tuple[list[int], str]:
-        """Indices of those of which ranks compare what their trees hold, and what must be the same of the order."""
+        """Indices of those of which ranks compare what their trees hold, and what must be the same
+        of the order.
+        """
         return order[:CANDIDATES], str(order[:CANDIDATES])
 
     def _digest(self, entries: list[QueueEntry]) -> int:
@@ -219,18 +263,26 @@ class Schedule:
             for entry, capable in zip(entries, told.capable, strict=True):
                 entry.sources = self._sources if capable > 1 else ()
 
-    def _candidates(self, window: Window, told: Agreement, same: dict[int, bool]) -> list[tuple[DecodeRequest, bool]]:
-        """See `Agreed`. same: of those that were compared, in order, whether the trees hold the same of them."""
+    def _candidates(
+        self, window: Window, told: Agreement, same: dict[int, bool]
+    ) -> list[tuple[DecodeRequest, bool]]:
+        """See `Agreed`. same: of those that were compared, in order, whether the trees hold the
+        same of them.
+        """
         found = [(i, window.requests[i]) for i in same]
         return [(dr, bool(told.capable[i]) and same[i]) for i, dr in found if dr.phase is READY]
 
     # ---- figures ----
 
     def _measured_here(self) -> list[int]:
-        """The figures of this rank. Raises ValueError for another number: ranks would reduce tensors of two sizes."""
+        """The figures of this rank. Raises ValueError for another number: ranks would reduce
+        tensors of two sizes.
+        """
         figures = [figure for one in self._measured for figure in one.own()]
         if len(figures) != self._width:
-            raise ValueError(f"{len(figures)} measured figures to agree on, and {self._width} are agreed on")
+            raise ValueError(
+                f"{len(figures)} measured figures to agree on, and {self._width} are agreed on"
+            )
         return figures
 
     def _held(self, decode_req: DecodeRequest) -> tuple[int, int]:
@@ -241,14 +293,18 @@ class Schedule:
             return 0, 0
 
     def _figures(self, entry: QueueEntry) -> tuple[int, int]:
-        """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""
+        """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked
+        or in host memory.
+        """
         held, unlocked = self._policy.held(entry)
         return held, unlocked + (self._policy.on_host(entry) << 32)
 
     # ---- the order ----
 
     def _order(self, window: Window) -> list[int]:
-        """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
+        """Indices of the requests of ``window`` whose handshake is done, in the order of
+        admission.
+        """
         entries = window.entries
         ready = [i for i, dr in enumerate(window.requests) if dr.phase is READY]
         return self._policy.lines.mix(self._policy.order(ready, entries), entries)

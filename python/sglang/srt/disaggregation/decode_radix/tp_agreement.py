@@ -1,9 +1,11 @@
-"""How the TP ranks of a decode worker agree on what admission does next, in one collective per step.
+"""How the TP ranks of a decode worker agree on what admission does next, in one collective per
+step.
 
-Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their negatives,
-the figures that admission decides by. The minimum of a figure and the negated minimum of its negative are the least and
-the greatest value over the ranks: where they are the same, all ranks have it. What is measured the first rank decides;
-the others add nothing to its word.
+Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with
+their negatives, the figures that admission decides by. The minimum of a figure and the negated
+minimum of its negative are the least and the greatest value over the ranks: where they are the
+same, all ranks have it. What is measured the first rank decides; the others add nothing to its
+word.
 
 Upstream: none is known that agrees on prefixes and admission in one reduction.
 """
@@ -21,10 +23,11 @@ from sglang.srt.disaggregation import utils as engine
 
 __all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
 
-# Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
-# their queues were not.
+# Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the
+# same size even if their queues were not.
 WINDOW = 256
-# Requests of which ranks compare one by one what their trees hold: a step admits no others, unless it compares more.
+# Requests of which ranks compare one by one what their trees hold: a step admits no others, unless
+# it compares more.
 CANDIDATES = 8
 SHARED_FIGURES = 7
 _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
@@ -36,10 +39,11 @@ DISAGREEMENTS = 64
 class Agreement:
     """What all ranks know after the collective.
 
-    low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
-    2: and lets others bring its delta): of each request of the window, by MIN. same: for each candidate, whether all
-    ranks' trees hold the same of it; alike: whether all that was compared is the same. measured: figures
-    of 0 or more of the first rank.
+    low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no
+    prefix, 1: it does,
+    2: and lets others bring its delta): of each request of the window, by MIN. same: for each
+    candidate, whether all ranks' trees hold the same of it; alike: whether all that was compared is
+    the same. measured: figures of 0 or more of the first rank.
     """
 
     low: list[int]
@@ -52,7 +56,9 @@ class Agreement:
 
     @property
     def in_step(self) -> bool:
-        """Whether the ranks are in the same state; if not, all of them see that, and skip the step."""
+        """Whether the ranks are in the same state; if not, all of them see that, and skip the
+        step.
+        """
         return self.low == self.high
 
 
@@ -67,26 +73,34 @@ def agree(
 ) -> Agreement:
     """Reduce over ``group``.
 
-    shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
-    `CANDIDATES`; digest: of the same two of more. polls, capable: for each request of the window, at most `WINDOW`.
-    measured: by the first rank, as many figures of 0 or more on each. Raises ValueError for other numbers: the ranks
-    would take one figure for another, or reduce tensors of different sizes.
+    shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each
+    candidate, at most `CANDIDATES`; digest: of the same two of more. polls, capable: for each
+    request of the window, at most `WINDOW`.
+    measured: by the first rank, as many figures of 0 or more on each. Raises ValueError for other
+    numbers: the ranks would take one figure for another, or reduce tensors of different sizes.
     """
     if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
-        raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
+        raise ValueError(
+            f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on"
+        )
     state = [*shared, *(figure for two in held for figure in two)]
     state += [0] * (_STATE - 1 - len(state))
     state.append(digest)
     pad = [0] * (WINDOW - len(polls))
     # Below what the others say.
-    from_first = [-figure for figure in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
+    from_first = (
+        [-figure for figure in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
+    )
     mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     agreed = reduced.tolist()
     low, high = agreed[:_STATE], [-figure for figure in agreed[_STATE : 2 * _STATE]]
     first = 2 * _STATE
-    same = [low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)]
+    same = [
+        low[i : i + 2] == high[i : i + 2]
+        for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)
+    ]
     return Agreement(
         low=low[:SHARED_FIGURES],
         high=high[:SHARED_FIGURES],
@@ -99,7 +113,9 @@ def agree(
 
 
 def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
-    """Whether all ranks of ``group`` have the same ``figures``, as many on each. All hear the same."""
+    """Whether all ranks of ``group`` have the same ``figures``, as many on each. All hear the
+    same.
+    """
     reduced = torch.tensor([*figures, *(-figure for figure in figures)], dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     low, negated = reduced.split(len(figures))
@@ -123,8 +139,8 @@ def told_by_all(own: list[str], group: dist.ProcessGroup) -> list[list[str]]:
 def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
     """What each poller says, the least of all ranks.
 
-    One rank alone has nobody to ask. The engine's reduction would still wait for a thread of gloo's, which a busy host
-    gives no core for longer than a step takes.
+    One rank alone has nobody to ask. The engine's reduction would still wait for a thread of
+    gloo's, which a busy host gives no core for longer than a step takes.
     """
     if not is_alone(group) or engine.FAILURE_PROB > 0:
         return engine.poll_and_all_reduce(pollers, group)
@@ -134,8 +150,9 @@ def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
 class RankState(NamedTuple):
     """What must be the same on all ranks for them to decide alike.
 
-    queued, retracted: lengths of the queues. memory: KV, beside, evictable, rows, and figures of host memory, if
-    there is any. buffers: for metadata. order: of the candidates, and what else it goes by.
+    queued, retracted: lengths of the queues. memory: KV, beside, evictable, rows, and figures of
+    host memory, if there is any. buffers: for metadata. order: of the candidates, and what else it
+    goes by.
     """
 
     queued: int
@@ -166,7 +183,9 @@ class Ranks:
         return self.size == 1 or are_alike(self.group, figures)
 
     def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
-        """A digest of the rooms of ``window``, which is compared by identity; ``rooms`` is asked if it has changed."""
+        """A digest of the rooms of ``window``, which is compared by identity; ``rooms`` is asked if
+        it has changed.
+        """
         if self._rooms[0] != window:
             self._rooms = window, zlib.crc32(",".join(map(str, rooms())).encode())
         return self._rooms[1]
@@ -189,7 +208,9 @@ class Ranks:
         return None
 
     def _note_disagreement(self, told: Agreement) -> None:
-        """Ranks that are in other states for long never come together: all of them end, in the same step."""
+        """Ranks that are in other states for long never come together: all of them end, in the same
+        step.
+        """
         self.disagreements += 1
         if self.disagreements == DISAGREEMENTS:
             raise RuntimeError(
