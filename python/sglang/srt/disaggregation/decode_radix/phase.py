@@ -12,24 +12,21 @@ __all__ = ["Phase"]
 
 
 class Phase(enum.Enum):
-    """Where a request is. An error (`DecodeRequest.error`) may come in any phase and leads to
-    `QUARANTINED`.
-    """
+    """An error (`DecodeRequest.error`) may come in any phase and leads to `QUARANTINED`."""
 
-    # In the queue before admission: its prefill is being found; it may be admitted.
+    # Before admission: the handshake with prefill is under way; the request may be admitted.
     HANDSHAKE = enum.auto()
     READY = enum.auto()
-    # In the transfer queue: its delta has been asked for of nobody; a step in flight is waited for
-    # first; it has been.
+    # In the transfer queue: delta not asked for; to be asked for after the in-flight batch; asked
+    # for.
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
     ASKED = enum.auto()
-    # Or prefill is asked for nothing: another source brings it, see `hooks.DeltaSource`.
+    # A source other than prefill brings the delta, see `hooks.DeltaSource`.
     LOCAL = enum.auto()
-    # Its KV is in the tree, and it waits for its prebuilt batch; or the step that computes it has
-    # been launched.
+    # KV in the tree, waiting for the prebuilt batch; or the prompt step has been launched.
     COMMITTED = enum.auto()
-    # It has failed and been told, and a prefill may still write to its pages.
+    # Failed and reported; a prefill may still write to its pages.
     QUARANTINED = enum.auto()
-    # It has given back what it held.
+    # All that it held is released.
     RELEASED = enum.auto()
