@@ -50,11 +50,11 @@ class DecodeAdder:
         limits: Sequence[Callable[[LiveReqs], Limit]] = (),
         live: Callable[[], LiveReqs] | None = None,
     ):
-        """room: requests that get a req_to_token slot and a metadata buffer. budget: of the step.
+        """room: number of requests for which there are a req_to_token slot and a metadata buffer.
 
         reserved: tokens for a request's next steps. evictable: if the step evicts more tokens, it
-        ends; None: no bound. limits, live: see `DecodeHooks.limit`. budget and live are called when
-        a request could be admitted, at most once.
+        ends; None: no bound. limits: see `DecodeHooks.limit`. budget, live: state of the step;
+        called at most once, when a request could be admitted.
         """
         self._make_limits, self._live = limits, live
         self._limits: list[Limit] | None = None
@@ -89,7 +89,7 @@ class DecodeAdder:
             return Added.NOT_ITS_TURN
         self._uncounted = plan
         self._entries.append(entry)
-        # Evictions of earlier admissions make what is available negative.
+        # ``available`` is negative after evictions by earlier admissions.
         evicts = max(0, plan.delta - budget.available)
         return YES if self._evictable is None or evicts <= self._evictable else LAST
 
@@ -101,7 +101,7 @@ class DecodeAdder:
         if self._limits is None:
             assert self._live is not None
             live = self._live()
-            self._limits = [find(live) for find in self._make_limits]
+            self._limits = [make(live) for make in self._make_limits]
         for limit in self._limits:
             if not limit.add(plan, req, at_once=entry.local):
                 self.held_live = limit.held_live()

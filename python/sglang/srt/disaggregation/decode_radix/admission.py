@@ -78,12 +78,13 @@ class Admission:
         sources: Sequence[DeltaSource] = (),
         ranks: Ranks | None = None,
     ):
-        """deltas, sources: of deltas. ranks: those that admit the same; None for one alone."""
+        """deltas, sources: bring what the tree lacks. ranks: admit the same; None for one rank."""
         self._several_ranks = ranks is not None and ranks.size > 1
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._events, self._sources = memory, deltas, events, sources
         self._look_every = policy.lines.look_every or ABORT_INTERVAL
-        # Last step: state without free slots or buffers; request without memory; throttled one.
+        # Last step: the state if no slot or buffer was free; the request blocked; the one
+        # throttled.
         self.full: tuple[int, ...] | None = None
         self.blocked: Blocked | None = None
         self.held: Held | None = None
@@ -100,8 +101,8 @@ class Admission:
         """Whether to skip a step: all handshakes are done, and the next request does not fit.
 
         Then only an abort or a lost prefill can change the queue; every few steps look for these.
-        All ranks decide alike: same queue, same pool, agreed phases. step: its number. retracted:
-        these go first. The cost does not depend on prompt lengths.
+        All ranks decide alike: same queue, same pool, agreed phases. step: its number.
+        retracted: these requests go first. The cost does not depend on prompt lengths.
         """
         if retracted:
             return step % ABORT_INTERVAL != 0
@@ -128,8 +129,8 @@ class Admission:
     def _has_freed(self, blocked: Blocked) -> bool:
         """Whether there is more memory than when ``blocked`` was refused in the same state.
 
-        What running requests lack shrinks at most as free memory does. Always True with a second
-        pool.
+        If not, it cannot fit: what running requests lack shrinks at most as much as free memory.
+        Always True with a second pool.
         """
         free = blocked.free
         return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv

@@ -67,9 +67,9 @@ class Hooks(Generic[Point]):
         hooks = [hook for make in _makers[point] if (hook := make(*given)) is not None]
         for name in [name for name in dir(point) if not name.startswith("_")]:
             of = [
-                getattr(h, name)
-                for h in hooks
-                if getattr(type(h), name) is not getattr(point, name)
+                getattr(hook, name)
+                for hook in hooks
+                if getattr(type(hook), name) is not getattr(point, name)
             ]
             setattr(self, name, tuple(of))
 
@@ -86,7 +86,7 @@ def hooks_of(scheduler: Any) -> Hooks[DecodeHooks]:
 
 
 def has_work(scheduler: Any) -> bool:
-    """Whether the worker is busy with requests that are in none of the core's queues."""
+    """Whether the worker is busy with work that is in none of the core's queues."""
     return any(has_work() for has_work in hooks_of(scheduler).has_work)
 
 
@@ -125,8 +125,8 @@ class Limit(Protocol):
 class Lines:
     """Divides waiting requests into two lines; here all are in the first.
 
-    Within one priority the first line passes the second, which counts as no bypass. Each line is in
-    admission order, and `mix` merges both. Same on all ranks.
+    Within one priority the first line passes the second, which is not counted as a bypass. Each
+    line is in admission order, and `mix` merges both. Same on all ranks.
     """
 
     #: Steps between two looks at a blocked queue, if fewer than the core's.
@@ -166,8 +166,8 @@ class Lines:
 class Events:
     """What happens to the requests and transfers of one rank, to be counted.
 
-    ``make`` gets the worker's options and returns the same object each time. The last one
-    registered is used.
+    ``make`` gets the worker's options and always returns the same object. The last one registered
+    is used.
     """
 
     @property
@@ -184,7 +184,7 @@ class Events:
         """The next request does not fit in memory, and was not refused in the step before."""
 
     def admitted(self, decode_req: DecodeRequest, prefix_len: int, loaded: int) -> None:
-        """A request has its memory. prefix_len, loaded: prompt tokens in the tree, from a tier."""
+        """A request has its memory. prefix_len: prompt tokens in the tree; loaded: from a tier."""
 
     def overtaken(self, num_requests: int) -> None:
         """The requests that a step has admitted bypassed this number of others."""
@@ -224,7 +224,7 @@ class DecodeHooks:
     # ---- what is measured ----
 
     def measured(self) -> Measured:
-        """What ranks agree on in each step; same width on all ranks. Called once, at start-up."""
+        """Figures for each step's reduction; one width on all ranks. Called once, at start-up."""
         raise NotImplementedError
 
     def note_step(self, batch: Any, result: Any) -> None:
@@ -234,7 +234,7 @@ class DecodeHooks:
         """The loop has no batch: the time until the next result is not that of a step."""
 
     def has_work(self) -> bool:
-        """Whether the worker is busy with requests that are in none of the core's queues."""
+        """Whether the worker is busy with work that is in none of the core's queues."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
@@ -273,17 +273,18 @@ class DecodeHooks:
     # ---- which requests decode ----
 
     def joins(self) -> Callable[[Req], bool]:
-        """Called once in a step that may resume retracted requests. Returns a test, called for each
-        in order: whether it decodes in this step, besides those waiting and those passed.
+        """Called once in a step that may resume retracted requests. Returns a test, called in
+        order: whether the request decodes in this step, given those that wait and those that
+        passed.
         """
         raise NotImplementedError
 
     def may_begin(self) -> Callable[[Req], bool]:
-        """Called once per prompt step, before. Returns a test like `joins` for its candidates."""
+        """Called once before a prompt step. Returns a test like that of `joins`, for candidates."""
         raise NotImplementedError
 
     def began(self, reqs: Iterable[Req]) -> None:
-        """These requests are in a prompt step for the first time: the next one."""
+        """Requests that had not begun are in the next prompt step."""
 
     # ---- where the delta of a request comes from ----
 
@@ -341,7 +342,7 @@ class DeltaSource:
         raise NotImplementedError
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
-        """Whether it brings the delta of ``req``. found: in tree or tier; live: holders of KV."""
+        """Whether it takes ``req``. found: what tree or tier hold of it. live: requests with KV."""
         raise NotImplementedError
 
     def request(self, decode_req: DecodeRequest) -> None:
@@ -386,8 +387,8 @@ class MessagePart:
     answer: on prefill, scheduler thread, before a chunk is sent to a rank that sent the part. Gets
     the sender, the chunk's pages, the index of its first page in the delta, and whether it is the
     last chunk; with the last, returns an ASCII text for each such rank, see
-    `DeltaReceiver.answers`. Over Mooncake it uses the one frame that the success message has for
-    it. A ValueError fails the request.
+    `DeltaReceiver.answers`. Over Mooncake this is the one frame for it in the success message.
+    A ValueError fails the request.
     """
 
     tag: bytes

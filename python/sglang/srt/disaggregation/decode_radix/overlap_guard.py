@@ -1,7 +1,7 @@
 """Overlap guard: what an in-flight batch still uses of requests that have ended since its launch.
 
 With overlapped scheduling, the result of a step is processed after the launch of the next. A
-request that ends on that result is also in the next batch. This batch writes one more of its slots
+request that ends on that result is also in the next batch. This batch writes one more KV slot of it
 (several with speculation) and reads its req_to_token slot, after both were released. The worker's
 own later uses follow in the same stream; a prefill's writes do not.
 
@@ -45,7 +45,7 @@ class StepInFlight:
 
 
 def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
-    """The unprocessed batch, at most one, if a request in it has ended. Same on all TP ranks."""
+    """The unprocessed batch (at most one) if a request in it has ended. Same on all ranks."""
     steps = getattr(scheduler, "result_queue", None)
     if not steps:
         return None
@@ -59,8 +59,8 @@ class Fence(NamedTuple):
     """What one admission step must not hand out while a batch is in flight.
 
     A request may get pages that the batch still uses, but prefill is asked for its KV only when the
-    batch has been processed. req_to_token slots that it reads are not given out. Batches do not use
-    metadata buffers. step: the batch, if some of its requests have ended. rows: free slots that it
+    batch has been processed. req_to_token slots that it reads stay reserved. Batches do not use
+    metadata buffers. step: the batch, if some of its requests ended. rows: free slots that it
     reads.
     """
 

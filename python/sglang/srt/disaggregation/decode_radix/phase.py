@@ -12,17 +12,16 @@ __all__ = ["Phase"]
 
 
 class Phase(enum.Enum):
-    """An error (`DecodeRequest.error`) may come in any phase and leads to `QUARANTINED`."""
+    """The phase of a request. An error (`DecodeRequest.error`) leads from any to `QUARANTINED`."""
 
-    # Before admission: the handshake with prefill is under way; the request may be admitted.
+    # Before admission: the handshake with prefill is under way; it is done.
     HANDSHAKE = enum.auto()
     READY = enum.auto()
-    # In the transfer queue: delta not asked for; to be asked for after the in-flight batch; asked
-    # for.
+    # In the transfer queue: delta not requested; waiting for the in-flight batch; requested.
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
     ASKED = enum.auto()
-    # A source other than prefill brings the delta, see `hooks.DeltaSource`.
+    # Or a source other than prefill brings the delta, see `hooks.DeltaSource`.
     LOCAL = enum.auto()
     # KV in the tree, waiting for the prebuilt batch; or the prompt step has been launched.
     COMMITTED = enum.auto()

@@ -39,8 +39,8 @@ READY = Phase.READY
 # first. Hundreds may wait for one transfer, and failures behind them must be reported.
 HANDSHAKES = WINDOW // 4
 BEHIND = WINDOW // 4
-# Part of a circle per look: covers 260 to 8,000 requests in at most 2.3 times the looks of a scan,
-# whether each step looks or every 16th. The golden ratio took 10 times: 16 of it are close to 8/9.
+# Rotation per look, in circles: sees all of 260 to 8,000 requests in at most 2.3 times the looks of
+# a scan, also if only every 16th step looks. Golden ratio: 10 times, as 16 of it are close to 8/9.
 TURN = 6**0.5 - 2
 
 
@@ -52,7 +52,7 @@ class Window(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Input of a step. candidates: in order, with whether each may match. window: all looked at."""
+    """Input of a step. candidates: in order, each with may_match. window: requests looked at."""
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
     window: Sequence[DecodeRequest]
@@ -103,7 +103,7 @@ class Schedule:
         sources: Sequence[DeltaSource] = (),
         measured: Sequence[Measured] = (),
     ):
-        """priority_sign: see the function. sources: besides prefill. measured: also agreed on."""
+        """sources: of deltas, besides prefill. measured: further figures that ranks agree on."""
         self._measured = tuple(measured)
         self._width = sum(one.width for one in self._measured)
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
@@ -151,7 +151,7 @@ class Schedule:
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
         first = ready if len(ready) <= most else ready[: most - BEHIND]
-        # Only agreed phases decide: the same on all ranks.
+        # By agreed phases only: the same on all ranks.
         behind = _rotated(ready[len(first) :], BEHIND, turn)
         others = [dr for dr in queue if dr.phase is not READY]
         return [*first, *behind, *_rotated(others, WINDOW - len(first) - len(behind), turn)]
@@ -178,8 +178,8 @@ class Schedule:
     ) -> Agreed | None:
         """What several ranks do in this step, agreed on in one collective; None to skip the step.
 
-        Equal figures lead to equal decisions. Ranks whose queue, pool or order differ skip the
-        step. A request of which the trees hold different prefixes is admitted without one.
+        Equal figures lead to equal decisions. If queue, pool or order differ, all ranks skip the
+        step. A request whose prefix differs between the trees is admitted without one.
         take_polls: gets the reduced polls.
         """
         requests, entries = window
@@ -215,11 +215,11 @@ class Schedule:
     # ---- for extras to override ----
 
     def _compared(self, order: list[int], entries: Sequence[QueueEntry]) -> tuple[list[int], str]:
-        """Indices of requests whose cached prefixes ranks compare; and a digest of the order."""
+        """Indices of requests whose prefixes ranks compare; and what must be equal of the order."""
         return order[:CANDIDATES], str(order[:CANDIDATES])
 
     def _digest(self, entries: list[QueueEntry]) -> int:
-        """What else is compared of the trees."""
+        """A digest of what else is compared of the trees."""
         return 0
 
     def _learn(self, entries: Sequence[QueueEntry], told: Agreement) -> None:
@@ -254,7 +254,7 @@ class Schedule:
             return 0, 0
 
     def _figures(self, entry: QueueEntry) -> tuple[int, int]:
-        """Equal on all ranks: tokens in the tree; those unlocked + (those on the host << 32)."""
+        """Must be equal on all ranks: tokens in the tree; unlocked ones + (on the host << 32)."""
         held, unlocked = self._policy.held(entry)
         return held, unlocked + (self._policy.on_host(entry) << 32)
 

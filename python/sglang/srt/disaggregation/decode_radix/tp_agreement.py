@@ -20,13 +20,13 @@ from sglang.srt.disaggregation import utils as engine
 
 __all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
 
-# Requests that one step looks at. Tensors of TP ranks keep one size even if their queues differ.
+# Requests that one step looks at; fixed, so that tensors have one size even if queues differ.
 WINDOW = 256
 # Requests whose prefixes ranks compare one by one. Others are admitted only if a digest is equal.
 CANDIDATES = 8
 SHARED_FIGURES = 7
 _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
-# Consecutive steps in which TP ranks disagree before they end.
+# Consecutive steps in which TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
 
@@ -68,8 +68,7 @@ def agree(
     shared: `SHARED_FIGURES` figures that must be equal. held: two per candidate, at most
     `CANDIDATES`. digest: of the same two for more requests. polls, capable: per request of the
     window, at most `WINDOW`. measured: by the first rank; as many figures of 0 or more on each.
-    Raises ValueError for other numbers: ranks would confuse figures, or reduce tensors of different
-    sizes.
+    Raises ValueError for other numbers: ranks would confuse figures or reduce unequal tensors.
     """
     if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
         raise ValueError(
@@ -137,8 +136,7 @@ class RankState(NamedTuple):
     """What must be equal on all ranks for equal decisions.
 
     queued, retracted: lengths of the queues. memory: KV, second pool, evictable, req_to_token
-    slots, and host memory if any. buffers: for metadata. order: of the candidates, and what else it
-    depends on.
+    slots, host memory if any. buffers: for metadata. order: of candidates, and what it depends on.
     """
 
     queued: int
@@ -148,7 +146,7 @@ class RankState(NamedTuple):
     order: str
 
     def figures(self, rooms: int) -> list[int]:
-        """`SHARED_FIGURES` figures. rooms: a digest of the window's bootstrap_rooms."""
+        """Packed into `SHARED_FIGURES` figures. rooms: digest of the window's bootstrap_rooms."""
         available, beside, evictable, rows, *host = self.memory
         order = zlib.crc32(f"{self.order};{rows};{self.buffers};{host}".encode())
         return [self.queued, rooms, available, beside, evictable, self.retracted, order]
@@ -184,11 +182,11 @@ class Ranks:
         digest: int = 0,
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        told = agree(self.group, shared, held, polls, capable, measured, digest)
-        if told.in_step:
+        agreement = agree(self.group, shared, held, polls, capable, measured, digest)
+        if agreement.in_step:
             self.disagreements = 0
-            return told
-        self._note_disagreement(told)
+            return agreement
+        self._note_disagreement(agreement)
         return None
 
     def _note_disagreement(self, told: Agreement) -> None:
