@@ -1,4 +1,4 @@
-"""Adds requests to a step of admission until one does not fit; as the engine's ``PrefillAdder``, figures in and out.
+"""Admits requests in one step until one does not fit; like the engine's ``PrefillAdder``.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -21,25 +21,25 @@ __all__ = ["Added", "DecodeAdder"]
 
 
 class Added(enum.Enum):
-    """What comes of a request that is to be added."""
+    """The result of adding a request."""
 
     YES = enum.auto()
-    # It is added, and nobody after it in this step.
+    # Added; no other request follows in this step.
     LAST = enum.auto()
-    # Not it, nor anybody after it: there is no row or buffer left, too little memory, a limit
-    # holds it back, or it is the turn of another.
+    # Refused, and the step ends: no req_to_token slot or buffer, too little memory, throttled by a
+    # limit, or another request's turn.
     NO_ROOM = enum.auto()
     NO_MEMORY = enum.auto()
     HELD = enum.auto()
     NOT_ITS_TURN = enum.auto()
 
 
-# To get at a member of an enumeration takes longer than what is done with it.
+# Access to a member of an enumeration takes longer than its use.
 YES, LAST = Added.YES, Added.LAST
 
 
 class DecodeAdder:
-    """The admissions of one step, kept up by their plans and not by what comes of them."""
+    """The admissions of one step, counted by their plans and not by their outcome."""
 
     def __init__(
         self,
@@ -50,53 +50,58 @@ class DecodeAdder:
         limits: Sequence[Callable[[LiveReqs], Limit]] = (),
         live: Callable[[], LiveReqs] | None = None,
     ):
-        """room: requests for which there is a row and a buffer.
+        """room: number of requests for which there are a req_to_token slot and a metadata buffer.
 
-        budget: what the step has to give, asked for at most once, when somebody could be admitted. reserved: tokens
-        kept for a request's next steps. evictable: tokens that the step may evict and go on; None for all. limits,
-        live: see `DecodeHooks.limit`, which is asked when somebody could be admitted.
+        reserved: tokens for a request's next steps. evictable: if the step evicts more tokens, it
+        ends; None: no bound. limits: see `DecodeHooks.limit`. budget, live: state of the step;
+        called at most once, when a request could be admitted.
         """
-        self._find_limits, self._live = limits, live
+        self._make_limits, self._live = limits, live
         self._limits: list[Limit] | None = None
-        # After `Added.HELD`, see `Limit.held_live`.
+        # After `Added.HELD`: see `Limit.held_live`.
         self.held_live: int | None = None
-        self._room, self._reserved, self._find_budget, self._evictable = room, reserved, budget, evictable
+        self._capacity, self._reserved, self._make_budget, self._evictable = (
+            room,
+            reserved,
+            budget,
+            evictable,
+        )
         self._budget: Budget | None = None
-        # The last admission, which the budget has not been told of.
-        self._untold: AdmissionPlan | None = None
+        # The last admission, not yet in the budget.
+        self._uncounted: AdmissionPlan | None = None
         self._entries: list[QueueEntry] = []
 
     @property
     def promised(self) -> Memory:
-        """What is kept for others. Of it `Budget.covers` keeps some."""
+        """Memory kept for other requests, at most as `Budget.covers` allows."""
         return Memory(0)
 
     def add_one(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> Added:
-        """Add ``req``, whose admission takes ``plan``, if it fits; if so, it is admitted before the next is asked."""
-        if len(self._entries) >= self._room:
+        """Add ``req`` if ``plan`` fits. The caller admits it before it adds the next."""
+        if len(self._entries) >= self._capacity:
             return Added.NO_ROOM
         budget = self._budget_now()
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
-        if self._find_limits and not self._within_limits(entry, req, plan):
+        if self._make_limits and not self._within_limits(entry, req, plan):
             return Added.HELD
         if not self._in_turn(entry):
             return Added.NOT_ITS_TURN
-        self._untold = plan
+        self._uncounted = plan
         self._entries.append(entry)
-        # With what earlier ones have evicted, what is available is less than nothing.
+        # ``available`` is negative after evictions by earlier admissions.
         evicts = max(0, plan.delta - budget.available)
         return YES if self._evictable is None or evicts <= self._evictable else LAST
 
     def _in_turn(self, entry: QueueEntry) -> bool:
-        """Whether it is its turn, which it is in the order in which this is asked."""
+        """Whether it is this request's turn; called in the order of admission."""
         return True
 
     def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._limits is None:
             assert self._live is not None
             live = self._live()
-            self._limits = [find(live) for find in self._find_limits]
+            self._limits = [make(live) for make in self._make_limits]
         for limit in self._limits:
             if not limit.add(plan, req, at_once=entry.local):
                 self.held_live = limit.held_live()
@@ -106,8 +111,8 @@ class DecodeAdder:
     def _budget_now(self) -> Budget:
         budget = self._budget
         if budget is None:
-            budget = self._budget = self._find_budget()
-        elif self._untold is not None:
-            budget.admit(self._untold, self._reserved)
-            self._untold = None
+            budget = self._budget = self._make_budget()
+        elif self._uncounted is not None:
+            budget.admit(self._uncounted, self._reserved)
+            self._uncounted = None
         return budget

@@ -1,4 +1,4 @@
-"""Admission of one step: plan, add, give memory, ask for the delta; for requests whose handshake is done, in order.
+"""Admission of ready requests in one step, in order: plan, add, allocate memory, ask for the delta.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.disaggregation.decode_radix.adder import Added, DecodeAdder
-from sglang.srt.disaggregation.decode_radix.budget import Accounts, AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.budget import (
+    Accounts,
+    AdmissionPlan,
+    Budget,
+    LiveReqs,
+    Memory,
+)
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.schedule import sources_of
@@ -28,18 +34,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "Blocked", "Held", "all_ready", "waiting"]
 
-# To get at a member of an enumeration takes longer than what is done with it.
+# Access to a member of an enumeration takes longer than its use.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
-YES, LAST, NO_ROOM, NO_MEMORY, HELD = Added.YES, Added.LAST, Added.NO_ROOM, Added.NO_MEMORY, Added.HELD
-# Steps of a blocked queue between two looks for aborted requests in it.
+YES, LAST, NO_ROOM, NO_MEMORY, HELD = (
+    Added.YES,
+    Added.LAST,
+    Added.NO_ROOM,
+    Added.NO_MEMORY,
+    Added.HELD,
+)
+# Steps of a blocked queue between two searches for aborted requests.
 ABORT_INTERVAL = 16
 
 
 class Blocked(NamedTuple):
-    """A request that did not fit: what it takes, what was kept from it, and the state in which it was asked.
-
-    free: what was free or evictable then, if that is known.
-    """
+    """A request that did not fit: its plan, what was kept for others, and the state then."""
 
     rid: str
     plan: AdmissionPlan
@@ -49,7 +58,7 @@ class Blocked(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A request that a limit holds back. live: see `Limit.held_live`."""
+    """A request that a limit throttles. live: see `Limit.held_live`."""
 
     rid: str
     live: int | None
@@ -69,16 +78,13 @@ class Admission:
         sources: Sequence[DeltaSource] = (),
         ranks: Ranks | None = None,
     ):
-        """deltas, sources: where what the tree lacks of a request comes from.
-
-        ranks: that admit the same; None for one alone.
-        """
+        """deltas, sources: bring what the tree lacks. ranks: admit the same; None for one rank."""
         self._several_ranks = ranks is not None and ranks.size > 1
         self._tree, self._policy, self._accounts = tree, policy, accounts
         self.memory, self.deltas, self._events, self._sources = memory, deltas, events, sources
         self._look_every = policy.lines.look_every or ABORT_INTERVAL
-        # Of the last step: the state in which no row or buffer was left; the request for which there was no memory, or
-        # that a limit held back.
+        # Last step: the state if no slot or buffer was free; the request blocked; the one
+        # throttled.
         self.full: tuple[int, ...] | None = None
         self.blocked: Blocked | None = None
         self.held: Held | None = None
@@ -92,11 +98,11 @@ class Admission:
         budget: Callable[[], Budget],
         live: Callable[[], LiveReqs],
     ) -> bool:
-        """Whether a step can be left out: all handshakes are done, and what goes next does not fit.
+        """Whether to skip a step: all handshakes are done, and the next request does not fit.
 
-        Then only an abort or a lost prefill could change the queue, and that is looked for every few steps. All ranks
-        decide alike: they have the same queue and pool, and whose handshake is done has been reduced.
-        step: its number. retracted: these go first. Cost: the same for prompts of any length.
+        Then only an abort or a lost prefill can change the queue; every few steps look for these.
+        All ranks decide alike: same queue, same pool, agreed phases. step: its number.
+        retracted: these requests go first. The cost does not depend on prompt lengths.
         """
         if retracted:
             return step % ABORT_INTERVAL != 0
@@ -110,7 +116,7 @@ class Admission:
         if full:
             return True
         if held is not None:
-            # While nobody ends it stays so, whatever comes into the tree.
+            # It stays so until a request ends, whatever enters the tree.
             if held.live is None:
                 return False
             now = live()
@@ -121,9 +127,10 @@ class Admission:
         return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
 
     def _has_freed(self, blocked: Blocked) -> bool:
-        """Whether there is more memory than when ``blocked`` was asked, in the same state otherwise.
+        """Whether there is more memory than when ``blocked`` was refused in the same state.
 
-        Who runs grows meanwhile, and lacks at most as much less as there is less memory. Another pool is not asked.
+        If not, it cannot fit: what running requests lack shrinks at most as much as free memory.
+        Always True with a second pool.
         """
         free = blocked.free
         return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv
@@ -137,10 +144,7 @@ class Admission:
         budget: Callable[[], Budget],
         schedule: Schedule,
     ) -> list[DecodeRequest]:
-        """Admit candidates in the order given, until one does not fit.
-
-        rows: that are free for them. live, budget: the state, as it is when it is asked for.
-        """
+        """Admit candidates in order until one does not fit. rows: free req_to_token slots."""
         adder = self._adder(agreed.window, min(rows, self.deltas.room()), budget, live)
         was_blocked = self.blocked
         self.full = self.blocked = self.held = None
@@ -154,7 +158,7 @@ class Admission:
             try:
                 plan = self._plan(decode_req, entry, may_match, live)
             except Exception as e:
-                # On all ranks: they ask the same of the same tree.
+                # Raised on all ranks: their trees are the same.
                 decode_req.lose(e)
                 continue
             added = adder.add_one(entry, req, plan)
@@ -173,40 +177,57 @@ class Admission:
         return admitted
 
     def _adder(
-        self, window: Sequence[DecodeRequest], room: int, budget: Callable[[], Budget], live: Callable[[], LiveReqs]
+        self,
+        window: Sequence[DecodeRequest],
+        room: int,
+        budget: Callable[[], Budget],
+        live: Callable[[], LiveReqs],
     ) -> DecodeAdder:
-        # What several ranks have agreed on is what their trees held before an eviction.
+        # Several ranks have agreed on their trees as they were before an eviction.
         evictable = 0 if self._several_ranks else None
-        return DecodeAdder(room, budget, self._accounts.reserved, evictable, self._policy.hooks.limit, live)
+        return DecodeAdder(
+            room, budget, self._accounts.reserved, evictable, self._policy.hooks.limit, live
+        )
 
     def _note_refused(
-        self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, schedule: Schedule, fence: Fence
+        self,
+        added: Added,
+        req: Req,
+        plan: AdmissionPlan,
+        adder: DecodeAdder,
+        schedule: Schedule,
+        fence: Fence,
     ) -> None:
-        """Remember why the step ends with ``req``, and in which state."""
+        """Note why the step ends with ``req``, and in which state."""
         if added is NO_ROOM:
-            # A row that a step in flight reads is free in the next step.
+            # A slot that the in-flight batch reads is free in the next step.
             self.full = None if fence.rows else schedule.version()
         elif added is NO_MEMORY:
-            self.blocked = Blocked(req.rid, plan, adder.promised, schedule.version(), self._accounts.free(()))
+            self.blocked = Blocked(
+                req.rid, plan, adder.promised, schedule.version(), self._accounts.free(())
+            )
         elif added is HELD:
             self.held = Held(req.rid, adder.held_live)
 
     def _plan(
-        self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool, live: Callable[[], LiveReqs]
+        self,
+        decode_req: DecodeRequest,
+        entry: QueueEntry,
+        may_match: bool,
+        live: Callable[[], LiveReqs],
     ) -> AdmissionPlan:
-        """What admitting a request takes.
-
-        may_match: whether it may use what the tree holds, as far as its prefill and the other ranks go.
-        """
+        """What an admission takes. may_match: its prefill and the other ranks allow a prefix."""
         req = decode_req.req
         may_match = may_match and self._tree.accepts(req)
         found = self._policy.find(entry) if may_match else NOTHING
-        entry.stored = self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
+        entry.stored = (
+            self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
+        )
         held = entry.stored if entry.stored.length else found
-        takes = [source for source in entry.sources if source.takes(req, held, live)] if may_match else []
+        takes = [s for s in entry.sources if s.takes(req, held, live)] if may_match else []
         entry.source = takes[0] if takes else None
         if takes and held.length == len(req.origin_input_ids):
-            # A step has a token at least to compute, and not into a page that others read.
+            # A prompt step computes at least one token, and not into a shared page.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]
             found = self._tree.peek(prompt, req.extra_key)
             if entry.stored.length:
@@ -214,7 +235,7 @@ class Admission:
         return self._accounts.plan(req, req.origin_input_ids, found)
 
     def admit_one(self, decode_req: DecodeRequest, plan: AdmissionPlan) -> None:
-        """Carry out an admission. Others of the step count on it, so what raises for its memory ends the worker."""
+        """Carry out an admission. Others in the step rely on it: memory errors end the worker."""
         req, entry = decode_req.req, decode_req.entry
         held, tier = plan.found.length, self._tree.tier
         if entry.stored.length:
@@ -237,7 +258,7 @@ class Admission:
 def all_ready(queue: Sequence[DecodeRequest]) -> bool:
     """Whether all handshakes are done."""
     ready = READY
-    # Without a generator, which would take longer than this in a queue of hundreds.
+    # No generator: it would take longer, in a queue of hundreds.
     for decode_req in queue:
         if decode_req.phase is not ready:
             return False
@@ -245,5 +266,7 @@ def all_ready(queue: Sequence[DecodeRequest]) -> bool:
 
 
 def waiting(window: Sequence[DecodeRequest]) -> list[QueueEntry]:
-    """The entries of all that could be admitted."""
-    return [dr.entry for dr in window if dr.phase is READY and dr.error is None and not dr.is_aborted]
+    """The entries of all requests that could be admitted."""
+    return [
+        dr.entry for dr in window if dr.phase is READY and dr.error is None and not dr.is_aborted
+    ]

@@ -1,12 +1,13 @@
-"""Extension points: what an extra may do in the objects of the core, which does not know it.
+"""Extension points: what an extra may do in the core's objects. The core imports no extra.
 
-An extra subclasses a class of this module and registers it from an overlay, usually its ``disaggregation/decode.py``::
+An extra subclasses a class of this module and registers it from an overlay, usually its
+``disaggregation/decode.py``::
 
     hooks.register(hooks.DecodeHooks, MyHooks.of)
 
-``of`` gets what the class says, and returns None where the options ask for nothing. The order of hooks is that of
-``python/extras/ORDER``: the same on all ranks. A hook begins no collective and waits for nothing. A method that no
-hook overrides costs the core a look at an empty tuple.
+The core calls ``of`` with what the class names; ``of`` returns None if the options do not ask for
+it. Hooks run in the order of ``python/extras/ORDER``, the same on all ranks. A hook starts no
+collective and never blocks. A method without overrides costs the core one look at an empty tuple.
 
 Upstream: none is known.
 """
@@ -50,22 +51,26 @@ __all__ = [
 ]
 
 Point = TypeVar("Point")
-# Of each class of this module, what makes the hooks of extras.
+# Per class of this module: the factories of the extras' hooks.
 _makers: defaultdict[type, list[Callable[..., Any]]] = defaultdict(list)
 
 
 def register(point: type[Point], make: Callable[..., Point | None]) -> None:
-    """Have ``make`` called for each object of the core that has hooks of the class ``point``."""
+    """Call ``make`` for each object of the core that has hooks of the class ``point``."""
     _makers[point].append(make)
 
 
 class Hooks(Generic[Point]):
-    """The hooks of one object. Of each event, by its name: the methods that override it, in order."""
+    """The hooks of one object: under each method's name a tuple of its overrides, in order."""
 
     def __init__(self, point: type[Point], *given: Any):
-        made = [hook for make in _makers[point] if (hook := make(*given)) is not None]
+        hooks = [hook for make in _makers[point] if (hook := make(*given)) is not None]
         for name in [name for name in dir(point) if not name.startswith("_")]:
-            of = [getattr(hook, name) for hook in made if getattr(type(hook), name) is not getattr(point, name)]
+            of = [
+                getattr(hook, name)
+                for hook in hooks
+                if getattr(type(hook), name) is not getattr(point, name)
+            ]
             setattr(self, name, tuple(of))
 
     if TYPE_CHECKING:
@@ -74,14 +79,14 @@ class Hooks(Generic[Point]):
 
 
 def hooks_of(scheduler: Any) -> Hooks[DecodeHooks]:
-    """The `DecodeHooks` of a scheduler; of a worker that does not decode none."""
+    """The `DecodeHooks` of a scheduler; `NO_HOOKS` if the worker does not decode."""
     queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
     hooks: Hooks[DecodeHooks] = NO_HOOKS if queue is None else queue.hooks
     return hooks
 
 
 def has_work(scheduler: Any) -> bool:
-    """Whether a worker is busy though it has nothing in the core's queues."""
+    """Whether the worker is busy with work that is in none of the core's queues."""
     return any(has_work() for has_work in hooks_of(scheduler).has_work)
 
 
@@ -92,83 +97,82 @@ def events_of(args: ServerArgs) -> Events:
 
 
 class Measured(Protocol):
-    """What goes by figures that the first rank has measured: they are part of the one reduction (`Ranks.agree`)."""
+    """Figures of the first rank that all ranks use; part of the one reduction (`Ranks.agree`)."""
 
     width: int
 
     def own(self) -> list[int]:
-        """This rank's, `width` of 0 or more."""
+        """This rank's figures: `width` integers of 0 or more."""
         ...
 
     def take(self, figures: list[int]) -> None:
-        """Those that all ranks go by; the order of this step may have been made."""
+        """Receive the first rank's figures. The order of this step may have been made already."""
         ...
 
 
 class Limit(Protocol):
-    """What bounds who decodes, beside memory, in one step of admission or resume."""
+    """Limits which requests decode, besides memory, in one step of admission or resume."""
 
     def add(self, plan: AdmissionPlan, req: Req, at_once: bool) -> bool:
-        """Whether ``req``, whose admission takes ``plan``, may be admitted; if not, it ends the step.
-
-        at_once: nothing is sent for it.
-        """
+        """Whether ``req`` may be admitted; if not, the step ends. at_once: without a transfer."""
         ...
 
     def held_live(self) -> int | None:
-        """After a refusal: with fewer live requests than so many it is asked again; None: in the next step."""
+        """After a refusal: retry below this number of live requests; None: in the next step."""
         ...
 
 
 class Lines:
-    """In which of two lines those that wait stand; here all in the first.
+    """Divides waiting requests into two lines; here all are in the first.
 
-    Of one priority, those in the second let those in the first pass, which is not counted as overtaking; in each line
-    the order is that of admission. Where the first go in place of the second, and where not, is for `mix` to say. All
-    of it is the same on all ranks.
+    Within one priority the first line passes the second, which is not counted as a bypass. Each
+    line is in admission order, and `mix` merges both. Same on all ranks.
     """
 
-    #: Steps of a blocked queue between two looks at it, where that is less than the core's.
+    #: Steps between two looks at a blocked queue, if fewer than the core's.
     look_every: int | None = None
 
     def begin_step(self, first: QueueEntry | None) -> None:
-        """The queue is looked at; ``first``: who came first of those that wait."""
+        """A step looks at the queue. first: the waiting request that arrived first."""
 
     def measured_alone(self) -> None:
-        """There is one rank, and what it has measured in this step counts for the order of this step."""
+        """With a single rank: its figures of this step apply to the order of this step."""
 
     def is_second(self, entry: QueueEntry) -> bool:
-        """In which line it stands."""
+        """Whether the request is in the second line."""
         return False
 
-    def split(self, entries: Sequence[QueueEntry]) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
-        """Those in the first line, and those in the second."""
+    def split(
+        self, entries: Sequence[QueueEntry]
+    ) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
+        """The entries of the first line, and those of the second."""
         return entries, ()
 
     def looked_at(
         self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
     ) -> list[DecodeRequest]:
-        """Those of a queue that is too long for a step, in the order in which it looks at them. ready: as they came."""
+        """Sort ``ready``, which is in order of arrival, for a queue too long for one step."""
         return ready
 
     def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """The order of both lines. order: that of admission, of indices of ``entries``, by priority."""
+        """Merge both lines. order: indices of ``entries`` by priority, in admission order."""
         return order
 
     def version(self) -> Hashable:
-        """Another where `mix` may give another order of the same."""
+        """Changes when `mix` may order the same requests differently."""
         return None
 
 
 class Events:
-    """What happens to the requests and transfers of one rank, for who counts it. Of several the last counts.
+    """What happens to the requests and transfers of one rank, to be counted.
 
-    Made with the options of the worker, and once in a process: who asks again is given the same.
+    ``make`` gets the worker's options and always returns the same object. The last one registered
+    is used.
     """
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Those of all metrics of this process; none without metrics."""
+        """Labels of all metrics of this process; empty without metrics."""
         return {}
 
     @property
@@ -177,30 +181,37 @@ class Events:
         return False
 
     def blocked(self) -> None:
-        """There is no memory for the request whose turn it is, which was not so in the step before."""
+        """The next request does not fit in memory, and was not refused in the step before."""
 
     def admitted(self, decode_req: DecodeRequest, prefix_len: int, loaded: int) -> None:
-        """A request has its memory. prefix_len: tokens of its prompt in the tree; loaded: those that a tier adds."""
+        """A request has its memory. prefix_len: prompt tokens in the tree; loaded: from a tier."""
 
     def overtaken(self, num_requests: int) -> None:
-        """Those that a step has admitted have overtaken so many others."""
+        """The requests that a step has admitted bypassed this number of others."""
 
     def committed(self, prompt_len: int, prefix_len: int, computed: int = 0) -> None:
-        """The rest of a prompt has come; or all of it, ``computed`` tokens, is computed here."""
+        """The delta of a prompt has arrived; or it is computed here (``computed`` tokens)."""
 
     def ended(self, reason: Any) -> None:
-        """A request has ended, for the engine's ``reason``: an abort if its handshake or transfer has failed."""
+        """A request has ended with the engine's ``reason``: an abort if its transfer failed."""
 
     def lost_peer(self) -> None:
-        """A worker at the other end is gone."""
+        """A worker at the other end is lost."""
 
     def sent(
-        self, kv_args: Any, their_item_len: int, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0
+        self,
+        kv_args: Any,
+        their_item_len: int,
+        sent_pages: int,
+        saved_pages: int,
+        runs: int = 0,
+        states: int = 0,
     ) -> None:
-        """A prefill has begun a transfer to one decode rank, which gets its own share of the heads, or all of them.
+        """Prefill has started a transfer to one decode rank, which gets its heads or all of them.
 
-        kv_args: the engine's, of this rank. their_item_len: bytes of a page of one buffer there. saved_pages: that are
-        not sent, as decode held them. runs: of pages that are contiguous on both sides. states: slots or pages.
+        kv_args: the engine's, of this rank. their_item_len: bytes of a page in one buffer of the
+        receiver. saved_pages: not sent because decode holds them. runs: of pages that are
+        contiguous on both sides. states: slots or pages.
         """
 
 
@@ -208,169 +219,176 @@ NO_EVENTS = Events()
 
 
 class DecodeHooks:
-    """One rank of a decode worker with a radix cache. Made with its scheduler and its tree, before its queues."""
+    """Hooks of one decode rank with a radix cache. ``of`` gets the new transfer queue."""
 
     # ---- what is measured ----
 
     def measured(self) -> Measured:
-        """Called once, when the queues are made: what ranks agree on in each step. Of one width on all ranks."""
+        """Figures for each step's reduction; one width on all ranks. Called once, at start-up."""
         raise NotImplementedError
 
     def note_step(self, batch: Any, result: Any) -> None:
-        """The result of a step has been processed, on this rank."""
+        """The result of a batch has been processed on this rank."""
 
     def idle(self) -> None:
-        """This turn of the loop has no step: the time until the next result is not that of a step."""
+        """The loop has no batch: the time until the next result is not that of a step."""
 
     def has_work(self) -> bool:
-        """Whether the worker is busy with what is in none of the core's queues."""
+        """Whether the worker is busy with work that is in none of the core's queues."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """More for ``kv_pool`` of the worker's internal state."""
+        """More entries for ``kv_pool`` of the worker's internal state."""
         raise NotImplementedError
 
-    # ---- requests that wait ----
+    # ---- waiting requests ----
 
     def lines(self) -> Lines:
-        """Called once, when the queues are made. Of several the last counts."""
+        """The lines of the queue. Called once, at start-up; the last one registered is used."""
         raise NotImplementedError
 
     def entered(self, entry: QueueEntry) -> None:
-        """A request has joined those that wait. This and the next two: on all ranks, in the same steps."""
+        """The request joins the queue. This, `admitted` and `left`: same steps on all ranks."""
 
     def admitted(self, entry: QueueEntry) -> None:
-        """It is admitted."""
+        """The request is admitted."""
 
     def left(self, entry: QueueEntry) -> None:
-        """It is admitted no more; or what it was admitted with has come, is computed here, or is lost."""
+        """It will not be admitted; or its delta has arrived, is computed here, or is lost."""
 
     def arrived(self, entry: QueueEntry, seconds: float) -> None:
-        """What it was admitted with has come, or its last step over its prompt begins, ``seconds`` later."""
+        """Its delta has arrived, or its last prompt step begins, ``seconds`` after admission."""
 
     def keeps(self, entry: QueueEntry) -> bool:
-        """Whether the tree is to keep what comes for ``entry``: if not, nobody waits for it. Alike on all ranks."""
+        """Whether the tree will keep its delta; if not, none waits for it. Same on all ranks."""
         raise NotImplementedError
 
     def limit(self, live: LiveReqs) -> Limit:
-        """Called once in a step in which somebody could be admitted, or come back. live: who decodes, or will."""
+        """Called once in a step that may admit or resume. live: requests that decode or will."""
         raise NotImplementedError
 
     def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
-        """At the end of that step, and of each in which nobody could: whom a `limit` has refused, and how many wait."""
+        """At the end of a step: the request that a `limit` refused, if any; how many are waiting."""
 
     # ---- which requests decode ----
 
     def joins(self) -> Callable[[Req], bool]:
-        """Called once in a step in which retracted requests may come back. Returns a test, which is asked of one after
-        the other: whether it decodes in this turn, beside those that wait and those that passed before it."""
+        """Called once in a step that may resume retracted requests. Returns a test, called in
+        order: whether the request decodes in this step, given those that wait and those that
+        passed.
+        """
         raise NotImplementedError
 
     def may_begin(self) -> Callable[[Req], bool]:
-        """Called once before a step over prompts is made. Returns a test, as `joins`, of those that could be in it."""
+        """Called once before a prompt step. Returns a test like that of `joins`, for candidates."""
         raise NotImplementedError
 
     def began(self, reqs: Iterable[Req]) -> None:
-        """Requests that had not begun are in the next step over prompts."""
+        """Requests that had not begun are in the next prompt step."""
 
     # ---- where the delta of a request comes from ----
 
     def source(self) -> DeltaSource:
-        """Returns a source beside prefill, the same each time."""
+        """A source of deltas besides prefill; the same object on each call."""
         raise NotImplementedError
 
-    # ---- what prefill is asked for ----
+    # ---- the request for KV ----
 
     def targets(self, decode_req: DecodeRequest) -> torch.Tensor:
-        """Called when a request has its memory, before prefill is asked. Returns the first slots of pages, on the
-        device, that the message is to name beside those to be written. One copy of a step brings all to the host."""
+        """Called when a request has its memory, before prefill is asked. Returns the first slots of
+        pages, on the device, that the message names besides those to be written. One copy per step
+        brings all to the host.
+        """
         raise NotImplementedError
 
     def named(self, decode_req: DecodeRequest, slots: np.ndarray, fence: Fence) -> bool:
-        """These are on the host. Returns whether to ask one step later, when the step behind ``fence`` is over. Who
-        overrides this or `targets` overrides both."""
+        """``slots`` are on the host. Returns whether to ask one step later, when the batch of
+        ``fence`` is over. Override both this and `targets`, or neither.
+        """
         raise NotImplementedError
 
-    # ---- requests in queues of an extra's own ----
+    # ---- requests in an extra's own queues ----
 
     def reqs(self) -> Sequence[Req]:
-        """Those that hold KV, do not decode, and are in no queue of the core's. The same on all ranks."""
+        """Requests that hold KV, do not decode, and are in no core queue. Same on all ranks."""
         raise NotImplementedError
 
     def beside(self, queue: Sequence[DecodeRequest]) -> Sequence[Req]:
-        """Those that have not ended, do not decode, and are not in ``queue``, of transfers. On this rank."""
+        """Unfinished requests of this rank that neither decode nor are in ``queue`` (transfers)."""
         raise NotImplementedError
 
     def begun(self) -> tuple[Sequence[Req], Sequence[Req]]:
-        """Those that wait for a step: those of which a step has computed a part, and the others."""
+        """Requests that wait for a prompt step: those computed in part, and the others."""
         raise NotImplementedError
 
     def in_step(self) -> Sequence[Req]:
-        """Those in a step over prompts that is in flight."""
+        """Requests of a prompt batch in flight."""
         raise NotImplementedError
 
 
-#: Before anything is registered.
+#: Used before any extra has registered.
 NO_HOOKS = Hooks(DecodeHooks)
 
 
 class DeltaSource:
-    """What brings the part of a prompt that the tree lacks, in place of the request's prefill; see `PrefillDeltas`.
+    """Brings the part of a prompt that the tree lacks, instead of prefill; see `PrefillDeltas`.
 
-    One rank's. Ranks ask in the same steps and must be answered alike, but for `lets`, which is reduced. A request that
-    it takes is in the phase `Phase.LOCAL` from `request` until it decodes.
+    One per rank. Ranks ask in the same steps and must get the same answers, except from `lets`,
+    which is reduced. A request is in `Phase.LOCAL` from `request` until it decodes.
     """
 
     def lets(self, decode_req: DecodeRequest) -> bool:
-        """Whether this source may bring the delta of a request, as far as its prefill goes. By MIN over the ranks."""
+        """Whether its prefill lets this source bring the delta of a request. MIN over the ranks."""
         raise NotImplementedError
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
-        """Whether it does, of a candidate for admission of which tree or tier hold ``found``. live: who has KV."""
+        """Whether it takes ``req``. found: what tree or tier hold of it. live: requests with KV."""
         raise NotImplementedError
 
     def request(self, decode_req: DecodeRequest) -> None:
-        """Take in an admitted request: its prefix is locked, its memory allocated. What raises fails the request."""
+        """Accept an admitted request: prefix locked, memory allocated. Errors fail the request."""
         raise NotImplementedError
 
     def agree(self, decode_req: DecodeRequest) -> bool:
-        """No rank has lost the request, which leaves the queue of transfers with that. One rank alone asks when it has
-        admitted it, and if this returns False once more when the queue is polled."""
+        """No rank has lost the request: it leaves the transfer queue. A single rank asks at
+        admission, and if this returns False, when it polls the queue.
+        """
         raise NotImplementedError
 
     def forget(self, decode_req: DecodeRequest) -> None:
-        """A request has failed before that."""
+        """The request has failed before `agree`."""
         raise NotImplementedError
 
     def taken(self) -> Sequence[DecodeRequest]:
-        """The requests that it has taken in and that are not committed, on this rank."""
+        """Accepted requests of this rank that are not committed."""
         raise NotImplementedError
 
     def writes(self) -> bool:
-        """Whether a step in flight may write to pages that are in the tree already."""
+        """Whether a batch in flight may write to pages that are already in the tree."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class MessagePart:
-    """Frames that an extra adds to decode's request for KV: a tag, and what follows it.
+    """Frames that an extra adds to decode's request for KV: a tag and the frames after it.
 
-    To be added from an overlay of ``disaggregation/common/conn.py``, which both workers load. Parts stand behind the
-    frames of the prefix in the order in which they were added, and so in that of ``python/extras/ORDER``. The extra
-    writes its part only for a prefill that says that it reads it, see `Capabilities.others`.
+    Add it from an overlay of ``disaggregation/common/conn.py``, which both workers load. Parts
+    follow the frames of the prefix, in the order of ``python/extras/ORDER``. The extra writes its
+    part only for a prefill that reports that it reads it, see `Capabilities.others`.
 
-    tag: its first frame. size: its frames, with that.
+    tag: its first frame. size: its number of frames, with the tag.
+    dummies: whether prefill ranks that write nothing for the request get it too.
 
-    write: on decode, on the scheduler's thread, once for a request that is being sent. Of its receiver and the pages to
-    be written, int32: the frames behind the tag; None to leave the part out.
-    dummies: whether prefill ranks that write nothing for the request are sent it too.
-
-    read: on prefill, on the thread that reads decode's messages. Of the frames behind the tag: what ``parts`` of the
-    rank's TransferInfo has under the tag. Raises ValueError: then the request is refused.
-    answer: on prefill, on the scheduler's thread, before a chunk is sent to a rank that has sent the part. Of the
-    request's sender, the chunk's pages, the place of the first of them in the delta, and whether the chunk is the last:
-    with that, what each such rank is told, in ASCII. See `DeltaReceiver.answers`. Over Mooncake it comes with the
-    message of a success, which has one frame for it. Raises ValueError: then the request fails.
+    write: on decode, scheduler thread, once per request. Gets the receiver and the pages to be
+    written, int32; returns the frames after the tag, or None to leave the part out.
+    read: on prefill, on the thread that reads decode's messages. Gets the frames after the tag;
+    returns what ``parts`` of the rank's TransferInfo has under the tag. A ValueError refuses the
+    request.
+    answer: on prefill, scheduler thread, before a chunk is sent to a rank that sent the part. Gets
+    the sender, the chunk's pages, the index of its first page in the delta, and whether it is the
+    last chunk; with the last, returns an ASCII text for each such rank, see
+    `DeltaReceiver.answers`. Over Mooncake this is the one frame for it in the success message.
+    A ValueError fails the request.
     """
 
     tag: bytes
@@ -385,10 +403,10 @@ _parts: list[MessagePart] = []
 
 
 def add_part(part: MessagePart) -> None:
-    """Have requests for KV carry ``part``, and be read with it."""
+    """Send and read ``part`` with requests for KV."""
     _parts.append(part)
 
 
 def parts() -> Sequence[MessagePart]:
-    """Those there are, in order."""
+    """All parts, in order."""
     return _parts

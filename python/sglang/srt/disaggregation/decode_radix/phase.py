@@ -1,7 +1,7 @@
 """The phases of a request on a decode worker with a radix cache, until it decodes or has failed.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release (#35049, #35360,
-merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release
+(#35049, #35360, merged).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ __all__ = ["Phase"]
 
 
 class Phase(enum.Enum):
-    """Where a request is. An error (`DecodeRequest.error`) may come in any phase and leads to `QUARANTINED`."""
+    """The phase of a request. An error (`DecodeRequest.error`) leads from any to `QUARANTINED`."""
 
-    # In the queue before admission: its prefill is being found; it may be admitted.
+    # Before admission: the handshake with prefill is under way; it is done.
     HANDSHAKE = enum.auto()
     READY = enum.auto()
-    # In the transfer queue: its delta has been asked for of nobody; a step in flight is waited for first; it has been.
+    # In the transfer queue: delta not requested; waiting for the in-flight batch; requested.
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
     ASKED = enum.auto()
-    # Or prefill is asked for nothing: another source brings it, see `hooks.DeltaSource`.
+    # Or a source other than prefill brings the delta, see `hooks.DeltaSource`.
     LOCAL = enum.auto()
-    # Its KV is in the tree, and it waits for its prebuilt batch; or the step that computes it has been launched.
+    # KV in the tree, waiting for the prebuilt batch; or the prompt step has been launched.
     COMMITTED = enum.auto()
-    # It has failed and been told, and a prefill may still write to its pages.
+    # Failed and reported; a prefill may still write to its pages.
     QUARANTINED = enum.auto()
-    # It has given back what it held.
+    # All that it held is released.
     RELEASED = enum.auto()

@@ -1,4 +1,4 @@
-"""Who waits for admission on a decode worker: in the order of arrival, within each priority.
+"""Orders the requests that wait for admission on a decode worker: by priority, then arrival.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -23,10 +23,10 @@ __all__ = ["AdmissionPolicy", "QueueEntry"]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class QueueEntry:
-    """A request's entry with the policy.
+    """The state of a waiting request.
 
-    arrival: its number. priority: lower goes first. prefill: who computes its prompt. keys: its prompt, as
-    `PrefixReader.keys_of` returns it; None for a warm-up, which shares nothing.
+    arrival: its number. priority: lower goes first. prefill: the worker that computes its prompt.
+    keys: its prompt from `PrefixReader.keys_of`; None for a warm-up, which shares nothing.
     """
 
     arrival: int
@@ -34,53 +34,57 @@ class QueueEntry:
     prefill: Hashable
     keys: Sequence[Any] | None = None
     extra_key: str | None = None
-    # What the tree held of its prompt when that was last looked for, and the state in which it did.
+    # What the tree held of the prompt at the last lookup, and the tree's state then.
     found: PrefixPeek = NOTHING
     found_in: Hashable = None
-    # Sources beside its prefill that may bring its delta, as far as all TP ranks know; and the one that does, if any.
+    # Sources that may bring the delta, agreed on by all TP ranks; and the one that does, if any.
     sources: Sequence[DeltaSource] = ()
     source: DeltaSource | None = None
-    # Its prompt in host memory, while it waits; and of that what it is admitted with, if it is more than the tree has.
+    # Its prompt in host memory while it waits; and the part to load, if longer than the tree's.
     host_watch: Any = None
     stored: PrefixPeek = NOTHING
-    # When it was admitted, and the tokens of the delta that it asked its prefill for.
+    # When it was admitted, and the tokens of its delta.
     admitted_at: float = 0.0
     delta: int = 0
 
     @property
     def local(self) -> bool:
-        """Whether another source than its prefill brings its delta."""
+        """Whether a source other than its prefill brings its delta."""
         return self.source is not None
 
 
 class AdmissionPolicy:
-    """The order of requests before admission. An extra may put another in its place."""
+    """The order of requests before admission. An extra may replace it."""
 
     @classmethod
     def of(cls, server_args: Any, tree: DecodeRadixCache) -> AdmissionPolicy:
-        """The policy that the options of a decode worker ask for."""
+        """The policy that the worker's options ask for."""
         return cls(tree)
 
     def __init__(self, tree: DecodeRadixCache):
         self.tree = tree
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
         self.lines = Lines()
-        # Advanced when a request leaves, on all TP ranks in the same step.
+        # Requests that have left; equal on all TP ranks in each step.
         self.departures = 0
         self._arrivals = itertools.count()
 
     def know(self, hooks: Hooks[DecodeHooks]) -> None:
-        """These are the hooks of this rank."""
+        """Use the hooks of this rank."""
         self.hooks = hooks
         for lines in hooks.lines:
             self.lines = lines()
 
-    # ---- what happens to requests ----
+    # ---- events ----
 
     def enter(
-        self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
+        self,
+        token_ids: Sequence[int] | None,
+        extra_key: str | None,
+        priority: int,
+        prefill: Hashable,
     ) -> QueueEntry:
-        """A request joins those that wait. token_ids: its prompt, None for a warm-up."""
+        """Add a request to the queue. token_ids: its prompt, None for a warm-up."""
         entry = self._entry(token_ids, extra_key, priority, prefill)
         for entered in self.hooks.entered:
             entered(entry)
@@ -89,13 +93,19 @@ class AdmissionPolicy:
         return entry
 
     def _entry(
-        self, token_ids: Sequence[int] | None, extra_key: str | None, priority: int, prefill: Hashable
+        self,
+        token_ids: Sequence[int] | None,
+        extra_key: str | None,
+        priority: int,
+        prefill: Hashable,
     ) -> QueueEntry:
-        keys = None if token_ids is None else self.tree.reader.keys_of(self.tree.shareable(token_ids))
+        keys = (
+            None if token_ids is None else self.tree.reader.keys_of(self.tree.shareable(token_ids))
+        )
         return QueueEntry(next(self._arrivals), priority, prefill, keys, extra_key)
 
     def leave(self, entry: QueueEntry) -> None:
-        """A request is admitted no more, or what it was admitted with is in the tree or lost."""
+        """The request will not be admitted, or its delta is in the tree or lost."""
         self.departures += 1
         for left in self.hooks.left:
             left(entry)
@@ -103,32 +113,32 @@ class AdmissionPolicy:
         self._leave_host(entry)
 
     def _leave_host(self, entry: QueueEntry) -> None:
-        """A request counts on nothing in host memory that it has not locked."""
+        """Stop following the request's prompt in host memory."""
         if entry.host_watch is not None:
             self.tree.tier.end_watch(entry.host_watch)
             entry.host_watch = None
 
     def admitted(self, entry: QueueEntry, delta: int) -> None:
-        """A request was admitted and asks for ``delta`` tokens."""
+        """The request is admitted and asks for ``delta`` tokens."""
         entry.admitted_at, entry.delta = time.monotonic(), delta
         for admitted in self.hooks.admitted:
             admitted(entry)
         self._leave_host(entry)
 
     def committed(self, entry: QueueEntry) -> None:
-        """What ``entry`` asked for has arrived and is in the tree."""
+        """The delta of the request is in the tree."""
         self.computed(entry)
 
     def computed(self, entry: QueueEntry) -> None:
-        """Or it is computed here, and its last step has begun."""
+        """The last step over the request's prompt has begun on this worker."""
         for arrived in self.hooks.arrived if entry.keys is not None else ():
             arrived(entry, time.monotonic() - entry.admitted_at)
         self.leave(entry)
 
-    # ---- what is asked ----
+    # ---- queries ----
 
     def find(self, entry: QueueEntry) -> PrefixPeek:
-        """What the tree holds of a request's prompt, which is compared with it where that has changed."""
+        """What the tree holds of the request's prompt; looked up again if the tree has changed."""
         tree = self.tree
         state = tree.watches.changes, tree.locks_taken, tree.locks_released
         if entry.keys is not None and entry.found_in != state:
@@ -136,14 +146,14 @@ class AdmissionPolicy:
         return entry.found
 
     def held(self, entry: QueueEntry) -> tuple[int, int]:
-        """Tokens of a request's prompt that the tree holds, and how many of them no request has locked."""
+        """Prompt tokens that the tree holds, and how many of them no request has locked."""
         found = self.find(entry)
         return found.length, found.evictable
 
     def on_host(self, entry: QueueEntry) -> int:
-        """Tokens of a request's prompt, from its start, that host memory has."""
+        """Tokens from the start of the prompt that host memory has."""
         return 0 if entry.host_watch is None else entry.host_watch.length
 
     def order(self, ready: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """``ready``, indices of ``entries``, in the order in which they are to be admitted."""
+        """``ready``, indices of ``entries``, in the order of admission."""
         return sorted(ready, key=lambda i: (entries[i].priority, entries[i].arrival))

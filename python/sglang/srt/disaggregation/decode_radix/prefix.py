@@ -1,6 +1,6 @@
-"""The decode prefix: what both workers must agree on when decode already holds the start of a prompt.
+"""The decode prefix: what both workers agree on when decode already holds the start of a prompt.
 
-Backends bring the wire; the arithmetic and the checks are here, once.
+Arithmetic and checks are here; each backend has its wire format.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -18,21 +18,21 @@ __all__ = [
     "pages",
 ]
 
-# Where a prefill's bootstrap server says that it understands a decode prefix, and in which version.
+# Route of prefill's bootstrap server that reports which version of the decode prefix it supports.
 DECODE_PREFIX_ROUTE = "/decode_prefix"
 DECODE_PREFIX_VERSION = 1
-# The bytes of the length of a prompt on the wire.
+# Bytes of a prompt's length on the wire.
 LENGTH_SIZE = 8
 
 
 def pages(num_tokens: int, page_size: int) -> int:
-    """Pages that ``num_tokens`` tokens occupy, the last one possibly in part."""
+    """Pages of ``num_tokens`` tokens; the last one may be partial."""
     return -(-num_tokens // page_size)
 
 
 def count_runs(sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> int:
-    """Runs of pages that are contiguous on both sides; a backend sends one descriptor for each, layer, and K or V."""
-    # Of a decode worker without the flag, prefill takes what fits; it has not been checked here.
+    """Runs of pages contiguous on both sides: one descriptor each per layer, and K or V."""
+    # A decode worker without the flag is not checked; prefill uses the common length.
     length = min(len(sources), len(targets))
     if length == 0:
         return 0
@@ -40,21 +40,27 @@ def count_runs(sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -
     return 1 + int(np.count_nonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)))
 
 
-def check_decode_prefix(prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int) -> None:
-    """Check a decode prefix against the prompt it is for (invariant I4).
+def check_decode_prefix(
+    prefix_len: int, num_delta_pages: int | None, prompt_len: int, page_size: int
+) -> None:
+    """Check a decode prefix against its prompt (invariant I4). Raises ValueError with the reason.
 
-    prefix_len: tokens that decode says it holds. num_delta_pages: pages it offers for the rest, None from a rank that
-    receives no KV. prompt_len: tokens of the prompt. Raises ValueError with the reason.
+    prefix_len: tokens that decode holds. num_delta_pages: pages for the rest, None from a rank that
+    receives no KV. prompt_len: tokens of the prompt.
     """
     if prefix_len < 0:
         raise ValueError(f"decode_prefix_len {prefix_len} is negative")
     if prefix_len % page_size:
-        raise ValueError(f"decode_prefix_len {prefix_len} is not a multiple of the page size {page_size}")
+        raise ValueError(
+            f"decode_prefix_len {prefix_len} is not a multiple of the page size {page_size}"
+        )
     if prefix_len > prompt_len:
-        raise ValueError(f"decode_prefix_len {prefix_len} is beyond the prompt of {prompt_len} tokens")
+        raise ValueError(
+            f"decode_prefix_len {prefix_len} is beyond the prompt of {prompt_len} tokens"
+        )
     expected = pages(prompt_len - prefix_len, page_size)
     if num_delta_pages is not None and num_delta_pages != expected:
         raise ValueError(
-            f"decode_prefix_len {prefix_len} leaves {expected} pages of a prompt of {prompt_len} tokens, "
-            f"but decode allocated {num_delta_pages}"
+            f"decode_prefix_len {prefix_len} leaves {expected} pages of a prompt of {prompt_len} "
+            f"tokens, but decode allocated {num_delta_pages}"
         )

@@ -1,4 +1,4 @@
-"""Which requests of the queue one step of admission looks at, in which order, and what the TP ranks agree on of it.
+"""Which queued requests one admission step looks at, their order, and how the TP ranks agree on it.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES, WINDOW, Agreement, Ranks, RankState
+from sglang.srt.disaggregation.decode_radix.tp_agreement import (
+    CANDIDATES,
+    WINDOW,
+    Agreement,
+    Ranks,
+    RankState,
+)
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
@@ -18,38 +24,42 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Agreed", "OwnFigures", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
+__all__ = [
+    "Agreed",
+    "OwnFigures",
+    "Schedule",
+    "Window",
+    "priority_sign",
+    "sources_of",
+    "takes_prefix",
+]
 
 READY = Phase.READY
-# Places of the window that go by turns where the queue is longer than it: to those whose handshake is not done, and to
-# those behind the first whose is. Hundreds before them may wait for one transfer, and who fails is to be told.
+# Window places that rotate in a longer queue: for handshakes, and for ready requests behind the
+# first. Hundreds may wait for one transfer, and failures behind them must be reported.
 HANDSHAKES = WINDOW // 4
 BEHIND = WINDOW // 4
-# Turns by this part of a circle look at all of a queue in at most 2.3 times as many looks as one after another would,
-# whether each step looks or every sixteenth (all of 260 to 8,000 requests). With the golden ratio, of which 16 times is
-# close to 8/9, it was 10 times.
+# Rotation per look, in circles: sees all of 260 to 8,000 requests in at most 2.3 times the looks of
+# a scan, also if only every 16th step looks. Golden ratio: 10 times, as 16 of it are close to 8/9.
 TURN = 6**0.5 - 2
 
 
 class Window(NamedTuple):
-    """The requests that a step looks at, and of each its entry."""
+    """The requests that a step looks at, and their entries."""
 
     requests: Sequence[DecodeRequest]
     entries: list[QueueEntry]
 
 
 class Agreed(NamedTuple):
-    """What a step of admission works on.
-
-    candidates: in order, each with whether it may match. window: all that the step looks at, candidates or not.
-    """
+    """Input of a step. candidates: in order, each with may_match. window: requests looked at."""
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
     window: Sequence[DecodeRequest]
 
 
 class OwnFigures(NamedTuple):
-    """Figures of this rank that the others must have too: lengths of two queues, `RequestMemory.figures`, buffers."""
+    """State of this rank that must be equal on all: queue lengths, memory figures, buffers."""
 
     queued: int
     retracted: int
@@ -58,24 +68,24 @@ class OwnFigures(NamedTuple):
 
 
 def takes_prefix(decode_req: DecodeRequest) -> bool:
-    """Whether a prefix may be named to the prefill of a request."""
+    """Whether the request's prefill accepts a decode prefix."""
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
 def sources_of(decode_req: DecodeRequest, sources: Sequence[DeltaSource]) -> Sequence[DeltaSource]:
-    """Those of ``sources`` that may bring the delta of a request: all of them or none."""
-    return sources if takes_prefix(decode_req) and all(source.lets(decode_req) for source in sources) else ()
+    """The ``sources`` that may bring the request's delta: all or none."""
+    return sources if takes_prefix(decode_req) and all(s.lets(decode_req) for s in sources) else ()
 
 
 def priority_sign(scheduler: Any) -> int:
-    """What priorities are multiplied with so that lower goes first, as in the engine's order; 0: they do not count."""
+    """Factor for priorities so that lower goes first, as in the engine; 0 if they are off."""
     if not getattr(scheduler, "enable_priority_scheduling", False):
         return 0
     return 1 if scheduler.schedule_low_priority_values_first else -1
 
 
-def _turn(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[DecodeRequest]:
-    """``places`` of ``requests``; in the turns that follow others, until it has been everybody's."""
+def _rotated(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[DecodeRequest]:
+    """``places`` of ``requests``; later turns pick others, until each has been picked."""
     if len(requests) <= places:
         return [*requests]
     first = int(turn * TURN % 1.0 * len(requests))
@@ -83,7 +93,7 @@ def _turn(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[Dec
 
 
 class Schedule:
-    """Puts the requests of one queue in the order of a policy."""
+    """Orders the requests of one queue by a policy."""
 
     def __init__(
         self,
@@ -93,24 +103,21 @@ class Schedule:
         sources: Sequence[DeltaSource] = (),
         measured: Sequence[Measured] = (),
     ):
-        """priority_sign: what priorities are multiplied with so that lower goes first; 0 where they do not count.
-
-        sources: of deltas, beside prefill. measured: what ranks agree on beside the rest.
-        """
+        """sources: of deltas, besides prefill. measured: further figures that ranks agree on."""
         self._measured = tuple(measured)
         self._width = sum(one.width for one in self._measured)
         self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
         self._sources = sources
-        # Windows that have been found.
-        self._looks = 0
+        # Windows made so far.
+        self._windows_made = 0
 
     def version(self) -> tuple[int, ...]:
-        """What must have changed for a request that did not fit to fit now, other than free memory."""
+        """Changes when a request that did not fit may fit, for other reasons than free memory."""
         tree = self._tree
         return tree.growth, tree.locks_taken, tree.locks_released, self._policy.departures
 
     def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
-        """The entry of a request with the policy, whose queue it joins when it is first asked for."""
+        """The request's entry; the first call adds the request to the policy's queue."""
         if decode_req.entry is not None:
             return decode_req.entry
         req, sign = decode_req.req, self._priority_sign()
@@ -120,7 +127,7 @@ class Schedule:
         try:
             entry = self._policy.enter(prompt, req.extra_key, priority, prefill)
         except Exception as e:
-            # On all ranks: they ask the same of the same tree.
+            # Raised on all ranks: their trees are the same.
             decode_req.lose(e)
             entry = self._policy.enter(None, None, priority, prefill)
         return decode_req.enter(entry)
@@ -128,38 +135,37 @@ class Schedule:
     # ---- the window ----
 
     def window(self, queue: Sequence[DecodeRequest]) -> Window:
-        """The requests that this step looks at, at most `WINDOW`; of a longer queue those that are ready go first.
-
-        All ranks find the same: they have agreed on whose handshake is done, and look in the same steps.
-        """
-        # They stand as they came.
+        """At most `WINDOW` requests, ready ones first. Same on all ranks: phases are agreed on."""
+        # The queue is in order of arrival.
         self._policy.lines.begin_step(self.entry_of(queue[0]) if queue else None)
-        self._looks += 1
-        requests = self._first(queue, self._looks) if len(queue) > WINDOW else queue
+        self._windows_made += 1
+        requests = self._first(queue, self._windows_made) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
         return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
-        ready = self._policy.lines.looked_at([dr for dr in queue if dr.phase is READY], self.entry_of)
+        ready = self._policy.lines.looked_at(
+            [dr for dr in queue if dr.phase is READY], self.entry_of
+        )
         if self._priority_sign():
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
         first = ready if len(ready) <= most else ready[: most - BEHIND]
-        # Of what ranks have agreed on only.
-        behind = _turn(ready[len(first) :], BEHIND, turn)
+        # By agreed phases only: the same on all ranks.
+        behind = _rotated(ready[len(first) :], BEHIND, turn)
         others = [dr for dr in queue if dr.phase is not READY]
-        return [*first, *behind, *_turn(others, WINDOW - len(first) - len(behind), turn)]
+        return [*first, *behind, *_rotated(others, WINDOW - len(first) - len(behind), turn)]
 
-    # ---- what is decided, by one rank or by several ----
+    # ---- decisions ----
 
     def decide(self, window: Window) -> Agreed:
-        """What a single rank goes on to do, when it has taken in what has been polled."""
+        """What a single rank does in this step, after its polls."""
         requests = window.requests
-        for one in self._measured:
-            one.take(one.own())
+        for measured in self._measured:
+            measured.take(measured.own())
         self._policy.lines.measured_alone()
         ready = [requests[i] for i in self._order(window)]
-        # Asked one by one: most of a long queue stands behind the first that does not fit.
+        # Lazy: most of a long queue is behind the first request that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
 
     def agree(
@@ -170,67 +176,74 @@ class Schedule:
         own: OwnFigures,
         take_polls: Callable[[Sequence[int]], None],
     ) -> Agreed | None:
-        """What several ranks go on to do, agreed on in one collective; None to skip the step.
+        """What several ranks do in this step, agreed on in one collective; None to skip the step.
 
-        Equal figures on all ranks mean that all go on to the same decisions. Ranks whose queue, pool or order differ
-        skip the step. A request of which their trees hold different prefixes goes without one.
-
-        take_polls: takes in what all have polled.
+        Equal figures lead to equal decisions. If queue, pool or order differ, all ranks skip the
+        step. A request whose prefix differs between the trees is admitted without one.
+        take_polls: gets the reduced polls.
         """
         requests, entries = window
-        # Those whose handshake is done, and as far as there is room those that may turn out to be in this step.
+        # Ready requests, then up to `CANDIDATES` those whose handshake may complete in this step.
         order = self._order(window)
         picked, line = self._compared(order, entries)
-        late = [i for i, dr in enumerate(requests) if dr.phase is not READY][: CANDIDATES - len(picked)]
+        late = [i for i, dr in enumerate(requests) if dr.phase is not READY][
+            : CANDIDATES - len(picked)
+        ]
         state = RankState(own.queued, own.retracted, own.memory, own.buffers, line)
-        told = ranks.agree(
-            state.figures(ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests])),
+        agreement = ranks.agree(
+            state.figures(
+                ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests])
+            ),
             [self._held(requests[i]) for i in (*picked, *late)],
             polls,
-            # What is less on one rank is so for all.
+            # The minimum counts for all ranks.
             [takes_prefix(dr) + bool(sources_of(dr, self._sources)) for dr in requests],
             self._measured_here(),
             self._digest(entries),
         )
-        if told is None:
+        if agreement is None:
             return None
         first = 0
-        for one in self._measured:
-            one.take(told.measured[first : first + one.width])
-            first += one.width
-        take_polls(told.polls)
-        self._learn(entries, told)
-        same = dict(zip((*picked, *late), told.same, strict=True))
-        return Agreed(self._candidates(window, told, same), requests)
+        for measured in self._measured:
+            measured.take(agreement.measured[first : first + measured.width])
+            first += measured.width
+        take_polls(agreement.polls)
+        self._learn(entries, agreement)
+        same = dict(zip((*picked, *late), agreement.same, strict=True))
+        return Agreed(self._candidates(window, agreement, same), requests)
 
-    # ---- of which an extra may say something else ----
+    # ---- for extras to override ----
 
     def _compared(self, order: list[int], entries: Sequence[QueueEntry]) -> tuple[list[int], str]:
-        """Indices of those of which ranks compare what their trees hold, and what must be the same of the order."""
+        """Indices of requests whose prefixes ranks compare; and what must be equal of the order."""
         return order[:CANDIDATES], str(order[:CANDIDATES])
 
     def _digest(self, entries: list[QueueEntry]) -> int:
-        """What else is compared of the trees."""
+        """A digest of what else is compared of the trees."""
         return 0
 
     def _learn(self, entries: Sequence[QueueEntry], told: Agreement) -> None:
-        """Take in what ranks know of prefills."""
+        """Note the sources that all ranks allow."""
         if self._sources:
             for entry, capable in zip(entries, told.capable, strict=True):
                 entry.sources = self._sources if capable > 1 else ()
 
-    def _candidates(self, window: Window, told: Agreement, same: dict[int, bool]) -> list[tuple[DecodeRequest, bool]]:
-        """See `Agreed`. same: of those that were compared, in order, whether the trees hold the same of them."""
+    def _candidates(
+        self, window: Window, told: Agreement, same: dict[int, bool]
+    ) -> list[tuple[DecodeRequest, bool]]:
+        """See `Agreed`. same: per index compared, in order, whether the trees hold the same."""
         found = [(i, window.requests[i]) for i in same]
         return [(dr, bool(told.capable[i]) and same[i]) for i, dr in found if dr.phase is READY]
 
     # ---- figures ----
 
     def _measured_here(self) -> list[int]:
-        """The figures of this rank. Raises ValueError for another number: ranks would reduce tensors of two sizes."""
+        """This rank's figures. Raises ValueError for a wrong number: tensor sizes would differ."""
         figures = [figure for one in self._measured for figure in one.own()]
         if len(figures) != self._width:
-            raise ValueError(f"{len(figures)} measured figures to agree on, and {self._width} are agreed on")
+            raise ValueError(
+                f"{len(figures)} measured figures to agree on, and {self._width} are agreed on"
+            )
         return figures
 
     def _held(self, decode_req: DecodeRequest) -> tuple[int, int]:
@@ -241,14 +254,14 @@ class Schedule:
             return 0, 0
 
     def _figures(self, entry: QueueEntry) -> tuple[int, int]:
-        """What the trees of all ranks must hold alike of a request: tokens, and of these unlocked or in host memory."""
+        """Must be equal on all ranks: tokens in the tree; unlocked ones + (on the host << 32)."""
         held, unlocked = self._policy.held(entry)
         return held, unlocked + (self._policy.on_host(entry) << 32)
 
     # ---- the order ----
 
     def _order(self, window: Window) -> list[int]:
-        """Indices of the requests of ``window`` whose handshake is done, in the order of admission."""
+        """Indices of ready requests in ``window``, in the order of admission."""
         entries = window.entries
         ready = [i for i, dr in enumerate(window.requests) if dr.phase is READY]
         return self._policy.lines.mix(self._policy.order(ready, entries), entries)

@@ -1,9 +1,8 @@
-"""How the TP ranks of a decode worker agree on what admission does next, in one collective per step.
+"""How the TP ranks of a decode worker agree on an admission step, in one collective per step.
 
-Reduced by MIN: each rank's poll results, whether each peer understands a prefix, and, together with their negatives,
-the figures that admission decides by. The minimum of a figure and the negated minimum of its negative are the least and
-the greatest value over the ranks: where they are the same, all ranks have it. What is measured the first rank decides;
-the others add nothing to its word.
+A MIN reduction of poll results, of whether each prefill accepts a prefix, and of the figures that
+admission decides by. Their negatives are reduced too, which gives the maximum: if it equals the
+minimum, all ranks have the figure. Of measured figures only the first rank's count.
 
 Upstream: none is known that agrees on prefixes and admission in one reduction.
 """
@@ -21,25 +20,24 @@ from sglang.srt.disaggregation import utils as engine
 
 __all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
 
-# Requests of the queue that one step looks at. A fixed width keeps the tensors of all TP ranks the same size even if
-# their queues were not.
+# Requests that one step looks at; fixed, so that tensors have one size even if queues differ.
 WINDOW = 256
-# Requests of which ranks compare one by one what their trees hold: a step admits no others, unless it compares more.
+# Requests whose prefixes ranks compare one by one. Others are admitted only if a digest is equal.
 CANDIDATES = 8
 SHARED_FIGURES = 7
 _STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
-# Steps in a row that TP ranks may disagree before they end.
+# Consecutive steps in which TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after the collective.
+    """The result of the collective, the same on all ranks.
 
-    low, high: the least and greatest of each shared figure. polls, capable (0: its prefill takes no prefix, 1: it does,
-    2: and lets others bring its delta): of each request of the window, by MIN. same: for each candidate, whether all
-    ranks' trees hold the same of it; alike: whether all that was compared is the same. measured: figures
-    of 0 or more of the first rank.
+    low, high: of each shared figure. polls, capable: MIN per request of the window; capable is 0 if
+    its prefill takes no prefix, 1 if it does, 2 if it also lets other sources bring the delta.
+    same: per candidate, whether all trees hold the same of it. alike: whether all that was compared
+    is equal. measured: the first rank's figures, 0 or more.
     """
 
     low: list[int]
@@ -52,7 +50,7 @@ class Agreement:
 
     @property
     def in_step(self) -> bool:
-        """Whether the ranks are in the same state; if not, all of them see that, and skip the step."""
+        """Whether the ranks are in the same state; if not, all of them skip the step."""
         return self.low == self.high
 
 
@@ -67,26 +65,32 @@ def agree(
 ) -> Agreement:
     """Reduce over ``group``.
 
-    shared: the figures that must be the same, `SHARED_FIGURES` of them. held: two for each candidate, at most
-    `CANDIDATES`; digest: of the same two of more. polls, capable: for each request of the window, at most `WINDOW`.
-    measured: by the first rank, as many figures of 0 or more on each. Raises ValueError for other numbers: the ranks
-    would take one figure for another, or reduce tensors of different sizes.
+    shared: `SHARED_FIGURES` figures that must be equal. held: two per candidate, at most
+    `CANDIDATES`. digest: of the same two for more requests. polls, capable: per request of the
+    window, at most `WINDOW`. measured: by the first rank; as many figures of 0 or more on each.
+    Raises ValueError for other numbers: ranks would confuse figures or reduce unequal tensors.
     """
     if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
-        raise ValueError(f"{len(shared)} shared figures, {len(held)} candidates and {len(polls)} requests to agree on")
+        raise ValueError(
+            f"{len(shared)} shared figures, {len(held)} candidates "
+            f"and {len(polls)} requests to agree on"
+        )
     state = [*shared, *(figure for two in held for figure in two)]
     state += [0] * (_STATE - 1 - len(state))
     state.append(digest)
     pad = [0] * (WINDOW - len(polls))
-    # Below what the others say.
-    from_first = [-figure for figure in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
+    # Negative, so that MIN takes the first rank's.
+    from_first = [-x for x in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
     mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     agreed = reduced.tolist()
     low, high = agreed[:_STATE], [-figure for figure in agreed[_STATE : 2 * _STATE]]
     first = 2 * _STATE
-    same = [low[i : i + 2] == high[i : i + 2] for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)]
+    same = [
+        low[i : i + 2] == high[i : i + 2]
+        for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)
+    ]
     return Agreement(
         low=low[:SHARED_FIGURES],
         high=high[:SHARED_FIGURES],
@@ -99,7 +103,7 @@ def agree(
 
 
 def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
-    """Whether all ranks of ``group`` have the same ``figures``, as many on each. All hear the same."""
+    """Whether all ranks of ``group`` have equal ``figures``. All pass as many and get the same."""
     reduced = torch.tensor([*figures, *(-figure for figure in figures)], dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
     low, negated = reduced.split(len(figures))
@@ -112,7 +116,7 @@ def is_alone(group: dist.ProcessGroup) -> bool:
 
 
 def told_by_all(own: list[str], group: dist.ProcessGroup) -> list[list[str]]:
-    """What each rank of ``group`` says; a collective, but for a rank alone."""
+    """``own`` of each rank of ``group``; a collective, unless there is one rank."""
     if is_alone(group):
         return [own]
     told: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
@@ -121,21 +125,18 @@ def told_by_all(own: list[str], group: dist.ProcessGroup) -> list[list[str]]:
 
 
 def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
-    """What each poller says, the least of all ranks.
-
-    One rank alone has nobody to ask. The engine's reduction would still wait for a thread of gloo's, which a busy host
-    gives no core for longer than a step takes.
-    """
+    """The minimum over all ranks of each poll."""
     if not is_alone(group) or engine.FAILURE_PROB > 0:
         return engine.poll_and_all_reduce(pollers, group)
+    # No reduction: a busy host may delay the engine's gloo thread for longer than a step takes.
     return [int(poller.poll()) for poller in pollers]
 
 
 class RankState(NamedTuple):
-    """What must be the same on all ranks for them to decide alike.
+    """What must be equal on all ranks for equal decisions.
 
-    queued, retracted: lengths of the queues. memory: KV, beside, evictable, rows, and figures of host memory, if
-    there is any. buffers: for metadata. order: of the candidates, and what else it goes by.
+    queued, retracted: lengths of the queues. memory: KV, second pool, evictable, req_to_token
+    slots, host memory if any. buffers: for metadata. order: of candidates, and what it depends on.
     """
 
     queued: int
@@ -145,7 +146,7 @@ class RankState(NamedTuple):
     order: str
 
     def figures(self, rooms: int) -> list[int]:
-        """These as `SHARED_FIGURES` figures. rooms: a digest of the rooms of the window."""
+        """Packed into `SHARED_FIGURES` figures. rooms: digest of the window's bootstrap_rooms."""
         available, beside, evictable, rows, *host = self.memory
         order = zlib.crc32(f"{self.order};{rows};{self.buffers};{host}".encode())
         return [self.queued, rooms, available, beside, evictable, self.retracted, order]
@@ -156,17 +157,17 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.size = group, dist.get_world_size(group)
-        # Steps in a row in which they were not in the same state.
+        # Consecutive steps with different states.
         self.disagreements = 0
-        # Of the window when the ranks last compared it, a digest of its rooms.
+        # The window last compared, and the digest of its bootstrap_rooms.
         self._rooms: tuple[Sequence[Any], int] = ((), 0)
 
     def are_alike(self, figures: Sequence[int]) -> bool:
-        """Whether these figures are the same on all ranks."""
+        """Whether these figures are equal on all ranks."""
         return self.size == 1 or are_alike(self.group, figures)
 
     def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
-        """A digest of the rooms of ``window``, which is compared by identity; ``rooms`` is asked if it has changed."""
+        """Digest of ``rooms``, which is called if ``window``, compared by identity, has changed."""
         if self._rooms[0] != window:
             self._rooms = window, zlib.crc32(",".join(map(str, rooms())).encode())
         return self._rooms[1]
@@ -181,19 +182,20 @@ class Ranks:
         digest: int = 0,
     ) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        told = agree(self.group, shared, held, polls, capable, measured, digest)
-        if told.in_step:
+        agreement = agree(self.group, shared, held, polls, capable, measured, digest)
+        if agreement.in_step:
             self.disagreements = 0
-            return told
-        self._note_disagreement(told)
+            return agreement
+        self._note_disagreement(agreement)
         return None
 
     def _note_disagreement(self, told: Agreement) -> None:
-        """Ranks that are in other states for long never come together: all of them end, in the same step."""
+        """End all ranks after `DISAGREEMENTS` steps, in the same one: they will not recover."""
         self.disagreements += 1
         if self.disagreements == DISAGREEMENTS:
             raise RuntimeError(
-                f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode holds (queue length, rooms, "
-                "available, available for windows, evictable, retracted, order with rows and host memory: "
+                f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode "
+                "holds (queue length, rooms, available, available for windows, evictable, "
+                "retracted, order with rows and host memory: "
                 f"lowest {told.low}, highest {told.high})"
             )
