@@ -268,7 +268,7 @@ class DecodeHooks:
         raise NotImplementedError
 
     def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
-        """At the end of a step: the request that a `limit` refused, if any; how many are waiting."""
+        """At the end of a step: the request that a `limit` refused, if any; the number waiting."""
 
     # ---- which requests decode ----
 
