@@ -8,7 +8,7 @@ import test_overlap_guard
 import torch
 from overlapped_loop import Loop, LoopEnds, LoopScheduler
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_radix.overlap_guard import StepInFlight
+from sglang.srt.disaggregation.decode_radix.overlap_guard import InFlightBatch
 from test_late_step import batch
 from test_overlap_guard import CODE
 
@@ -35,13 +35,13 @@ def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size
 def test_the_states_of_a_step_are_those_of_the_requests_that_have_ended():
     states, made = torch.tensor([50, 51, 52, 53]), batch()
     made.req_to_token_pool.get_mamba_indices = lambda rows: states[rows]
-    assert StepInFlight(made, [0, 2], 4).states == {52, 53}
+    assert InFlightBatch(made, [0, 2], 4).states == {52, 53}
 
 
 def test_of_a_model_with_windows_their_pages():
     made = batch()
     made.window_cache_loc = torch.tensor([9, 17, 40])
-    assert StepInFlight(made, [1, 2], 4).states == {4, 10}
+    assert InFlightBatch(made, [1, 2], 4).states == {4, 10}
 
 
 def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch):
@@ -71,7 +71,7 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
 
     fenced = play()
     assert len(fenced.told) == 2
-    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "find_in_flight_batch", lambda scheduler, page_size: None)
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r2"] == bare.asked_in["r2"] + 1
@@ -107,7 +107,7 @@ def test_the_window_of_a_request_that_has_ended_is_another_s_one_step_later(monk
     lengths = range(4, 14)
     fenced = [play(max_new) for max_new in lengths]
     assert all(len(loop.told) == 2 and not loop.wrong for loop in fenced)
-    monkeypatch.setitem(CODE, "find_step_in_flight", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "find_in_flight_batch", lambda scheduler, page_size: None)
     bare = [play(max_new) for max_new in lengths]
     assert any(loop.wrong for loop in bare)
     for ours, theirs in zip(fenced, bare, strict=True):

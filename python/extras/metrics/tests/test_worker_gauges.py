@@ -203,7 +203,7 @@ def test_quarantine_is_seen_until_it_is_over(scheduler, registry):
     decode_req = world.arrive(list(range(1, 13)))
     world.handshake(decode_req)
     world.step()
-    decode_req.lose("timed out after 3 s")
+    decode_req.mark_failed("timed out after 3 s")
     world.step()
     scheduler.publish_gauges()
     assert told(registry, "decode_quarantined_tokens") == {"": 12}
@@ -544,7 +544,7 @@ def test_the_cause_that_a_message_names(reason, cause):
 
 def test_every_reason_that_this_package_gives_has_a_cause():
     """By the names of what notes them, as in test_troubleshooting."""
-    reasons = handed(("fail", "lose", "record_failure", "fail_room"), PATCH)
+    reasons = handed(("fail", "mark_failed", "record_failure", "fail_room"), PATCH)
     assert len(reasons) > 10
     unnamed = {
         reason.text.replace(HOLE, "1") for reason in reasons if cause_of(reason.text.replace(HOLE, "1")) == OTHER

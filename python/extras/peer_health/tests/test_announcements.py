@@ -43,7 +43,7 @@ class Waits:
         self.told: list[float] = []
         self.kv_receiver._send_to = lambda peer, frames: self.told.append(clock.now)
 
-    def lose(self, error: Exception | str) -> None:
+    def mark_failed(self, error: Exception | str) -> None:
         raise AssertionError(error)
 
 

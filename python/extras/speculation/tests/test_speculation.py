@@ -16,7 +16,7 @@ from overlapped_loop import LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_radix import overlap_guard
-from sglang.srt.disaggregation.decode_radix.overlap_guard import StepInFlight
+from sglang.srt.disaggregation.decode_radix.overlap_guard import InFlightBatch
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -197,7 +197,7 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
     assert not sound.wrong and len(sound.told) == 2
     # Neither was lost on the way: a fence that fails costs its request.
     assert all(not isinstance(req.finished_reason, FINISH_ABORT) for req in sound.told)
-    monkeypatch.setattr(overlap_guard, "find_step_in_flight", lambda *args: None)
+    monkeypatch.setattr(overlap_guard, "find_in_flight_batch", lambda *args: None)
     assert play().wrong
 
 
@@ -283,7 +283,7 @@ def test_with_drafts_events_have_the_tokens_of_pages():
     ],
 )
 def test_pages_of_a_step_that_drafts(page_size, ended, pages):
-    found = StepInFlight(batch(speculates=True), ended, page_size).pages
+    found = InFlightBatch(batch(speculates=True), ended, page_size).pages
     assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 

@@ -35,7 +35,7 @@ from sglang.srt.disaggregation.decode_radix.handshake import (
     take_polls,
 )
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
-from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
@@ -142,7 +142,7 @@ class DecodeRequest(engine.DecodeRequest):
             self.kv_receiver.fenced = True
             self.cancel()
 
-    def lose(self, error: Exception | str) -> None:
+    def mark_failed(self, error: Exception | str) -> None:
         """Mark the request failed on this rank; the next reduction fails it on all ranks."""
         if isinstance(error, Exception):
             logger.error("Request %s", self.req.rid, exc_info=error)
@@ -161,7 +161,7 @@ class DecodeRequest(engine.DecodeRequest):
         try:
             return int(self.kv_receiver.poll() if self.error is None else KVPoll.Failed)
         except Exception as e:
-            self.lose(e)
+            self.mark_failed(e)
             return int(KVPoll.Failed)
 
     def failure_reason(self) -> str:
@@ -188,7 +188,7 @@ class DecodeRequest(engine.DecodeRequest):
         try:
             return self.kv_receiver.writers_done()
         except Exception as e:
-            self.lose(e)
+            self.mark_failed(e)
             return time.monotonic() - self.failed_at > self.kv_receiver.quarantine_s
 
 
@@ -259,11 +259,11 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 self.queue.append(
                     DecodeRequest(req, FakeKVReceiver(self.kv_manager, "", req.bootstrap_room))
                 )
-            self.queue[-1].lose(e)
+            self.queue[-1].mark_failed(e)
         if not is_retracted and self.queue and self.queue[-1].req is req:
-            self._welcome(self.queue[-1])
+            self._register(self.queue[-1])
 
-    def _welcome(self, decode_req: DecodeRequest) -> None:
+    def _register(self, decode_req: DecodeRequest) -> None:
         """Register a new request with the schedule, the rooms and the tier."""
         self.schedule.entry_of(decode_req)
         if not is_warmup(decode_req.req):
@@ -276,7 +276,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.tier.fetch(decode_req.req, self.schedule.entry_of(decode_req))
         except Exception as e:
             # On all ranks alike: all hash the same prompt.
-            decode_req.lose(e)
+            decode_req.mark_failed(e)
 
     def _all_requests(self) -> list[DecodeRequest]:
         return [*self.queue, *self.transfer_queue.queue, *self.transfer_queue.quarantine]
@@ -313,9 +313,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # 1. Commit arrived requests, so that requests that wait for their prefixes can go on.
         self.transfer_queue.collect()
         # 2. Find what an in-flight batch still uses of ended requests, before slots are freed.
-        fence = overlap_guard.OPEN
+        guard = overlap_guard.OPEN
         if self.queue:
-            fence = overlap_guard.raise_fence(
+            guard = overlap_guard.make_guard(
                 self.scheduler, self.req_to_token_pool, self.radix.page_size
             )
         # 3. Advance handshakes.
@@ -333,7 +333,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # 5. Drop aborted and failed requests.
         failed = self._drop_aborted()
         # 6. Admit. As in the engine, retracted requests that wait for memory go first.
-        admitted = [] if self.retracted_queue else self._admit(agreed, fence)
+        admitted = [] if self.retracted_queue else self._admit(agreed, guard)
         return admitted, failed
 
     def _agree(self) -> Agreed | None:
@@ -367,9 +367,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             decode_req.advance(Phase.RELEASED)
         return gone
 
-    def _admit(self, agreed: Agreed, fence: Fence) -> list[DecodeRequest]:
-        rows = self.req_to_token_pool.available_size() - fence.rows
-        admitted = self.admission.admit(agreed, fence, rows, self.live, self._budget, self.schedule)
+    def _admit(self, agreed: Agreed, guard: OverlapGuard) -> list[DecodeRequest]:
+        rows = self.req_to_token_pool.available_size() - guard.rows
+        admitted = self.admission.admit(agreed, guard, rows, self.live, self._budget, self.schedule)
         self._forget(admitted)
         # With several ranks, the next poll shows first whether the request failed on any.
         alone = self.ranks.size == 1

@@ -37,7 +37,7 @@ def test_who_listens_knows_the_tree_of_an_idle_worker_with_something_in_quaranti
                 loop.handshake(decode_req)
         if served in loop.asked:
             loop.complete(served)
-            failed.lose("timed out after 3 s")
+            failed.mark_failed("timed out after 3 s")
         if loop.iterations == 30:
             raise LoopEnds
 

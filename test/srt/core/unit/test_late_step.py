@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation.decode_radix.overlap_guard import StepInFlight, find_step_in_flight
+from sglang.srt.disaggregation.decode_radix.overlap_guard import InFlightBatch, find_in_flight_batch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, ScheduleBatch
 
 # Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.
@@ -46,23 +46,23 @@ def batch(speculates: bool = False) -> ScheduleBatch:
     ],
 )
 def test_pages(page_size, ended, pages):
-    found = StepInFlight(batch(), ended, page_size).pages
+    found = InFlightBatch(batch(), ended, page_size).pages
     assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 
 def test_rows_are_those_of_the_requests_that_have_ended():
-    assert StepInFlight(batch(), [0, 2], 4).rows == {2, 3}
+    assert InFlightBatch(batch(), [0, 2], 4).rows == {2, 3}
 
 
 def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():
     scheduler = SimpleNamespace()
-    assert find_step_in_flight(scheduler, 4) is None, "steps do not overlap"
+    assert find_in_flight_batch(scheduler, 4) is None, "steps do not overlap"
     scheduler.result_queue = []
-    assert find_step_in_flight(scheduler, 4) is None
+    assert find_in_flight_batch(scheduler, 4) is None
     first, last = batch(), batch()
     scheduler.result_queue = [(first, None), (last, None)]
     first.reqs[0].finished_reason = FINISH_LENGTH(1)
-    assert find_step_in_flight(scheduler, 4) is None, "who has ended was in an earlier step"
+    assert find_in_flight_batch(scheduler, 4) is None, "who has ended was in an earlier step"
     last.reqs[1].finished_reason = FINISH_LENGTH(1)
-    late = find_step_in_flight(scheduler, 4)
+    late = find_in_flight_batch(scheduler, 4)
     assert (late.batch, late.ended, late.page_size) == (last, [1], 4)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
     from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Events
-    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
     from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
     from sglang.srt.managers.schedule_batch import Req
@@ -138,7 +138,7 @@ class Admission:
     def admit(
         self,
         agreed: Agreed,
-        fence: Fence,
+        guard: OverlapGuard,
         rows: int,
         live: Callable[[], LiveReqs],
         budget: Callable[[], Budget],
@@ -159,11 +159,11 @@ class Admission:
                 plan = self._plan(decode_req, entry, may_match, live)
             except Exception as e:
                 # Raised on all ranks: their trees are the same.
-                decode_req.lose(e)
+                decode_req.mark_failed(e)
                 continue
             added = adder.add_one(entry, req, plan)
             if added is not YES and added is not LAST:
-                self._note_refused(added, req, plan, adder, schedule, fence)
+                self._note_refused(added, req, plan, adder, schedule, guard)
                 if added is NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
                     self._events.blocked()
                 break
@@ -171,7 +171,7 @@ class Admission:
             admitted.append(decode_req)
             if added is LAST:
                 break
-        self.deltas.ask_admitted(fence)
+        self.deltas.ask_admitted(guard)
         for held in self._policy.hooks.held:
             held(None if self.held is None else self.held.rid, lambda: len(waiting(agreed.window)))
         return admitted
@@ -196,12 +196,12 @@ class Admission:
         plan: AdmissionPlan,
         adder: DecodeAdder,
         schedule: Schedule,
-        fence: Fence,
+        guard: OverlapGuard,
     ) -> None:
         """Note why the step ends with ``req``, and in which state."""
         if added is NO_ROOM:
             # A slot that the in-flight batch reads is free in the next step.
-            self.full = None if fence.rows else schedule.version()
+            self.full = None if guard.rows else schedule.version()
         elif added is NO_MEMORY:
             self.blocked = Blocked(
                 req.rid, plan, adder.promised, schedule.version(), self._accounts.free(())
@@ -252,7 +252,7 @@ class Admission:
         try:
             source.request(decode_req)
         except Exception as e:
-            decode_req.lose(e)
+            decode_req.mark_failed(e)
 
 
 def all_ready(queue: Sequence[DecodeRequest]) -> bool:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["PrefillDeltas"]
@@ -59,8 +59,8 @@ class PrefillDeltas:
             self._expect_metadata(decode_req.kv_receiver, index)
         self._admitted.append(decode_req)
 
-    def ask_admitted(self, fence: Fence) -> None:
-        """Ask for the deltas of this step's admissions, now or after the batch behind ``fence``.
+    def ask_admitted(self, guard: OverlapGuard) -> None:
+        """Ask for the deltas of this step's admissions, now or after the batch behind ``guard``.
 
         One copy brings the pages of all of them to the host.
         """
@@ -71,7 +71,7 @@ class PrefillDeltas:
                 parts += self._targets(decode_req)
                 admitted.append(decode_req)
             except Exception as e:
-                decode_req.lose(e)
+                decode_req.mark_failed(e)
         self._admitted.clear()
         if not admitted:
             return
@@ -80,15 +80,15 @@ class PrefillDeltas:
             found = iter(np.split(host, np.cumsum([len(part) for part in parts])[:-1]))
         except Exception as e:
             for decode_req in admitted:
-                decode_req.lose(e)
+                decode_req.mark_failed(e)
             return
         for decode_req, delta, states, *more in zip(
             admitted, *[found] * (2 + len(self._hooks.targets)), strict=True
         ):
             try:
-                self._ask_or_defer(decode_req, delta, states, more, fence)
+                self._ask_or_defer(decode_req, delta, states, more, guard)
             except Exception as e:
-                decode_req.lose(e)
+                decode_req.mark_failed(e)
 
     def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
         """On the device: first slots of the delta's pages, targets of state and of extras."""
@@ -107,7 +107,7 @@ class PrefillDeltas:
         delta: np.ndarray,
         states: np.ndarray,
         more: list[np.ndarray],
-        fence: Fence,
+        guard: OverlapGuard,
     ) -> None:
         """delta, states, more: the `_targets`, on the host."""
         pages, indices = (
@@ -116,10 +116,10 @@ class PrefillDeltas:
         )
         decode_req.name_target(pages, indices)
         waits = [
-            named(decode_req, slots, fence)
+            named(decode_req, slots, guard)
             for named, slots in zip(self._hooks.named, more, strict=True)
         ]
-        if fence.guards(pages, indices) or any(waits):
+        if guard.covers(pages, indices) or any(waits):
             decode_req.advance(DEFERRED)
         else:
             self._ask(decode_req)
@@ -140,7 +140,7 @@ class PrefillDeltas:
                 try:
                     self._ask(decode_req)
                 except Exception as e:
-                    decode_req.lose(e)
+                    decode_req.mark_failed(e)
 
     def _ask(self, decode_req: DecodeRequest) -> None:
         """Send prefill the message that names what it is to write."""

@@ -72,7 +72,7 @@ def fail_unreached(pending: Iterable[DecodeRequest], manager: Any) -> None:
         if reason is None:
             waited_for.add(receiver.bootstrap_addr)
         else:
-            decode_req.lose(reason)
+            decode_req.mark_failed(reason)
 
 
 def poll_handshake(decode_req: DecodeRequest, tier: Tier) -> int:
@@ -95,7 +95,7 @@ def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
             decode_req.advance(READY)
             decode_req.req.time_stats.set_bootstrap_done_time()
         elif poll != BOOTSTRAPPING:
-            decode_req.lose("prefill says that it has sent what it has not been asked for")
+            decode_req.mark_failed("prefill says that it has sent what it has not been asked for")
     return failed
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
-    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
@@ -301,9 +301,9 @@ class DecodeHooks:
         """
         raise NotImplementedError
 
-    def named(self, decode_req: DecodeRequest, slots: np.ndarray, fence: Fence) -> bool:
+    def named(self, decode_req: DecodeRequest, slots: np.ndarray, guard: OverlapGuard) -> bool:
         """``slots`` are on the host. Returns whether to ask one step later, when the batch of
-        ``fence`` is over. Override both this and `targets`, or neither.
+        ``guard`` is over. Override both this and `targets`, or neither.
         """
         raise NotImplementedError
 

@@ -19,10 +19,10 @@ import numpy as np
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-__all__ = ["OPEN", "Fence", "StepInFlight", "find_step_in_flight", "raise_fence"]
+__all__ = ["OPEN", "OverlapGuard", "InFlightBatch", "find_in_flight_batch", "make_guard"]
 
 
-class StepInFlight:
+class InFlightBatch:
     """An in-flight batch. ended: indices of its requests that have ended."""
 
     def __init__(self, batch: ScheduleBatch, ended: list[int], page_size: int):
@@ -44,7 +44,7 @@ class StepInFlight:
         return self.batch.states_written(self.ended, self.page_size)
 
 
-def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
+def find_in_flight_batch(scheduler: Any, page_size: int) -> InFlightBatch | None:
     """The unprocessed batch (at most one) if a request in it has ended. Same on all ranks."""
     steps = getattr(scheduler, "result_queue", None)
     if not steps:
@@ -52,10 +52,10 @@ def find_step_in_flight(scheduler: Any, page_size: int) -> StepInFlight | None:
     batch = steps[-1][0]
     # The attribute, not a call: each step with a long queue looks at all running requests.
     ended = [i for i, req in enumerate(batch.reqs) if req.finished_reason is not None]
-    return StepInFlight(batch, ended, page_size) if ended else None
+    return InFlightBatch(batch, ended, page_size) if ended else None
 
 
-class Fence(NamedTuple):
+class OverlapGuard(NamedTuple):
     """What one admission step must not hand out while a batch is in flight.
 
     A request may get pages that the batch still uses, but prefill is asked for its KV only when the
@@ -64,10 +64,10 @@ class Fence(NamedTuple):
     reads.
     """
 
-    step: StepInFlight | None = None
+    step: InFlightBatch | None = None
     rows: int = 0
 
-    def guards(self, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
+    def covers(self, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
         """Whether the batch may still write to what prefill is about to be asked to write."""
         if self.step is None:
             return False
@@ -77,10 +77,10 @@ class Fence(NamedTuple):
 
 
 # Without a batch in flight.
-OPEN = Fence()
+OPEN = OverlapGuard()
 
 
-def raise_fence(scheduler: Any, rows: Any, page_size: int) -> Fence:
+def make_guard(scheduler: Any, rows: Any, page_size: int) -> OverlapGuard:
     """The guard for an admission step. rows: the pool of req_to_token slots."""
-    step = find_step_in_flight(scheduler, page_size)
-    return OPEN if step is None else Fence(step, rows.give_last(step.rows))
+    step = find_in_flight_batch(scheduler, page_size)
+    return OPEN if step is None else OverlapGuard(step, rows.give_last(step.rows))

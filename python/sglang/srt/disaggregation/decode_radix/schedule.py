@@ -128,7 +128,7 @@ class Schedule:
             entry = self._policy.enter(prompt, req.extra_key, priority, prefill)
         except Exception as e:
             # Raised on all ranks: their trees are the same.
-            decode_req.lose(e)
+            decode_req.mark_failed(e)
             entry = self._policy.enter(None, None, priority, prefill)
         return decode_req.enter(entry)
 
@@ -250,7 +250,7 @@ class Schedule:
         try:
             return self._figures(self.entry_of(decode_req))
         except Exception as e:
-            decode_req.lose(e)
+            decode_req.mark_failed(e)
             return 0, 0
 
     def _figures(self, entry: QueueEntry) -> tuple[int, int]:

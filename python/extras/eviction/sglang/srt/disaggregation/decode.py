@@ -24,8 +24,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         super()._init_radix(tree)
         tree.watermark = kept_free(self.gloo_group, tree.watermark)
 
-    def _admit(self, agreed: Any, fence: Any) -> list[Any]:
-        admitted = super()._admit(agreed, fence)
+    def _admit(self, agreed: Any, guard: Any) -> list[Any]:
+        admitted = super()._admit(agreed, guard)
         if self.admission.blocked is None:
             # While a request waits for memory, what is cached may be what it waits for.
             self.radix.evict_to_watermark()

@@ -41,4 +41,4 @@ class Scheduler(engine.Scheduler):
         for dr in [*self.disagg_decode_prealloc_queue.queue, *self.disagg_decode_transfer_queue.queue]:
             if matches(dr.req):
                 # The room of one that is computed here has ended: no reason is recorded of it.
-                dr.lose(ABORTED)
+                dr.mark_failed(ABORTED)

@@ -158,5 +158,5 @@ class Announcements:
             listener.note(decode_req, now, ranks, missed)
             return len(ranks or receiver.bootstrap_infos) or 1
         except Exception as e:
-            decode_req.lose(e)
+            decode_req.mark_failed(e)
         return 1

@@ -20,8 +20,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         super().__init__(*args, **kwargs)
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
 
-    def _welcome(self, decode_req: engine.DecodeRequest) -> None:
-        super()._welcome(decode_req)
+    def _register(self, decode_req: engine.DecodeRequest) -> None:
+        super()._register(decode_req)
         self.announcements.add(decode_req)
 
 

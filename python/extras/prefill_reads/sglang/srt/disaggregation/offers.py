@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.known_prefixes import is_known
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_radix.overlap_guard import Fence
+    from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["OFFER", "READS", "Offer", "OfferHooks", "read_offer", "unknown_above", "write_offer", "wrong_offer"]
@@ -106,13 +106,13 @@ class OfferHooks(DecodeHooks):
         table = self._rows.req_to_token[req.req_pool_idx]
         return table[: req.held_len if self._offers(decode_req) else 0 : page]
 
-    def named(self, decode_req: DecodeRequest, slots: npt.NDArray[np.integer], fence: Fence) -> bool:
+    def named(self, decode_req: DecodeRequest, slots: npt.NDArray[np.integer], guard: OverlapGuard) -> bool:
         """Note what is offered. Whether a step in flight may still write to it: of an answer, or of another source."""
         offers = (slots // self._tree.page_size).astype(np.int32)
         if not len(offers):
             return False
         decode_req.kv_receiver.offered = offers
-        return any(source().writes() for source in self._queue.hooks.source) or fence.guards(offers, None)
+        return any(source().writes() for source in self._queue.hooks.source) or guard.covers(offers, None)
 
     def _offers(self, decode_req: DecodeRequest) -> bool:
         """Whether the pages of the request's prefix are offered: its prefill reads what it lacks, and lacks enough.

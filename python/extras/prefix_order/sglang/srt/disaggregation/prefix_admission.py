@@ -116,7 +116,7 @@ class PrefixAdmission(Admission):
                 follows = self._follows(decode_req, entry, may_match, now)
             except Exception as e:
                 # On all ranks: they ask the same of the same tree.
-                decode_req.lose(e)
+                decode_req.mark_failed(e)
                 continue
             if follows:
                 self._adding.wait(partial(self._accounts.kept_for, req, entry.watch.length + entry.coming))

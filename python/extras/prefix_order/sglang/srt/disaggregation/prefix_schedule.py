@@ -104,7 +104,7 @@ class PrefixSchedule(Schedule):
                 if policy.find_leader(entry, now):
                     expired.append(i)
             except Exception as e:
-                decode_req.lose(e)
+                decode_req.mark_failed(e)
         return expired
 
     # ---- the order ----
@@ -130,5 +130,5 @@ class PrefixSchedule(Schedule):
         try:
             return self._policy.candidate(entry, len(decode_req.req.origin_input_ids))
         except Exception as e:
-            decode_req.lose(e)
+            decode_req.mark_failed(e)
             return Candidate(entry.arrival, entry.priority, 0, 0, 0, 0, entry.overtaken)
