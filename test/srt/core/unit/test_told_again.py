@@ -90,7 +90,7 @@ def test_pages_are_kept_for_as_long_where_an_error_hides_whether_prefill_writes(
     monkeypatch.delattr(DeltaReceiver, "writers_done")
     errors: list[Exception] = []
     for ago, done in ((31, False), (299, False), (301, True)):
-        entry: Any = SimpleNamespace(kv_receiver=receiver, lose=errors.append, failed_at=time.monotonic() - ago)
+        entry: Any = SimpleNamespace(kv_receiver=receiver, mark_failed=errors.append, failed_at=time.monotonic() - ago)
         assert DecodeRequest.writers_done(entry) == done
     assert len(errors) == 3
 
