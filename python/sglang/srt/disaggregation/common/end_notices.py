@@ -12,26 +12,28 @@ from typing import Generic, TypeVar
 
 from sglang.srt.disaggregation.common.rooms import remember
 
-# Who a decode rank is: where it listens, over Mooncake, or the name of its agent, over NIXL.
+# Identity of a decode rank: its address over Mooncake, the name of its agent over NIXL.
 Peer = TypeVar("Peer", bound=Hashable)
 
-# Rooms that are remembered.
+# Number of rooms kept.
 REMEMBERED = 4096
 
 
 class EndNotices(Generic[Peer]):
-    """Each request of a decode rank with the flag gets one notice of its end: all is written, or no more will be.
+    """Ensures one notice per request to each decode rank with the flag: all is written, or no more
+    will be.
 
-    Decode would take a second one for that of the next request of the room, whose pages are still being written.
+    Decode would take a second notice for that of the room's next request, which is still being
+    written.
     """
 
     def __init__(self) -> None:
-        # By room, whether each rank that has asked has been told; the oldest are forgotten.
+        # By room, whether each rank that asked has been notified; the oldest rooms are removed.
         self._told: OrderedDict[int, dict[Peer, bool]] = OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
-        """``peer`` asks for ``room`` and waits for a notice of its end. Without the flag it is left to the engine."""
+        """``peer`` asks for ``room`` and waits for a notice, unless it runs without the flag."""
         with self._lock:
             told = self._told.pop(room, {})
             # Another worker may have had that address.
@@ -42,7 +44,7 @@ class EndNotices(Generic[Peer]):
                 remember(self._told, room, told, REMEMBERED)
 
     def concerns(self, room: int, peer: Peer) -> bool:
-        """Whether ``peer`` has asked for ``room``, as far as is known."""
+        """Whether ``peer`` is known to have asked for ``room``."""
         with self._lock:
             return peer in self._told.get(room, {})
 
