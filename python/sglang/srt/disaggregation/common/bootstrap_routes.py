@@ -84,10 +84,11 @@ class RegisteredRanks:
         if not others or rank.get(RANK_VERSION) in others:
             return None
         self._refused[name] = (
-            f"Rank {name} at {rank['rank_ip']}:{rank['rank_port']} is not taken into this prefill, which will serve "
-            f"nothing: it says version {_version(rank.get(RANK_VERSION))} of the decode prefix, and those that came "
-            f"before it {', '.join(sorted(map(_version, others)))}. Start all ranks with the same sglang-pd-radix, or "
-            "all with SGLANG_PD_RADIX=0."
+            f"Rank {name} at {rank['rank_ip']}:{rank['rank_port']} is not taken into this prefill, "
+            f"which will serve nothing: it says version {_version(rank.get(RANK_VERSION))} of the "
+            "decode prefix, and those that came before it "
+            f"{', '.join(sorted(map(_version, others)))}. Start all ranks with the same "
+            "sglang-pd-radix, or all with SGLANG_PD_RADIX=0."
         )
         logger.error("%s", self._refused[name])
         return self._refused[name]
@@ -99,8 +100,9 @@ class RegisteredRanks:
         self._refused.pop(name, None)
         if rank.get(RANK_VERSION) != DECODE_PREFIX_VERSION:
             logger.warning(
-                "Rank %s at %s:%s takes no decode prefix, so that this prefill sends whole prompts: it runs without "
-                "sglang-pd-radix, or with another version of it. Start all ranks with the same.",
+                "Rank %s at %s:%s takes no decode prefix, so that this prefill sends whole "
+                "prompts: it runs without sglang-pd-radix, or with another version of it. Start "
+                "all ranks with the same.",
                 name,
                 rank["rank_ip"],
                 rank["rank_port"],

@@ -62,18 +62,15 @@ class CommonKVManager(engine.CommonKVManager):
 
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, and the state that answers a late or refused request."""
-        # These come before the engine's `__init__`, whose last step starts threads that may use
-        # them. num_layers (prefill): layers of the whole model with KV, None if unknown. The queue
-        # that makes this manager sets it.
+        # These come before the engine's `__init__`, which starts threads that may use them.
+        # Prefill: layers of the whole model with KV. The queue that makes this manager sets it.
         self.num_layers: int | None = None
-        # Prefill: live requests and decode's messages about them; the lock covers transfer_infos
-        # too. cancels: decode ranks that cancelled a live room and wait for an answer. end_notices:
-        # which ranks were notified of the end.
+        # Prefill: requests, decode ranks that cancelled a live room and wait for an answer, and
+        # ranks notified of the end. The lock of `Rooms` covers transfer_infos too.
         self.rooms = Rooms(self.met_decode)
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
-        # Seconds for which prefill may write requested KV. Decode keeps pages that long. Read once:
-        # it is used for each request in each step.
+        # Seconds for which prefill may write and decode keeps pages. Read once: each poll uses it.
         self.transfer_timeout: float = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         # Decode: what is known of prefills, and the connections to them.
         self.prefills = PrefillPeers(
@@ -97,31 +94,21 @@ class CommonKVManager(engine.CommonKVManager):
         """Called after a query of a prefill's features, in its thread."""
 
     def met_decode(self, host: str, port: int) -> None:
-        """Called for each message of a decode rank with the flag, in the thread that reads
-        messages.
-        """
+        """Called for each message of a decode rank with the flag, in the reading thread."""
 
     def heard_until(self, info: Any) -> float:
-        """The monotonic time up to which messages of the decode rank that sent ``info`` have been
-        read.
-        """
+        """The monotonic time until which messages of the decode rank of ``info`` have been read."""
         return time.monotonic()
 
     def are_gone(self, ranks: Sequence[tuple[str, int]]) -> bool:
-        """Whether the processes at all these addresses have certainly ended. The engine cannot
-        tell.
-        """
+        """Whether the processes at all these addresses have ended; the engine cannot tell."""
         return not ranks
 
     def connect_unwaiting(self, host: str, port: int):
-        """A socket to a peer that raises `NotTaken` instead of blocking when the peer reads
-        nothing.
-        """
-        address = NetworkAddress(host, port)
-        endpoint = address.to_tcp()
-        return UnwaitingSocket(
-            endpoint, *engine.CommonKVReceiver._connect(endpoint, address.is_ipv6)
-        )
+        """A socket that raises `NotTaken` instead of blocking if the peer reads nothing."""
+        addr = NetworkAddress(host, port)
+        endpoint = addr.to_tcp()
+        return UnwaitingSocket(endpoint, *engine.CommonKVReceiver._connect(endpoint, addr.is_ipv6))
 
     @property
     def has_radix(self) -> bool:
@@ -132,8 +119,8 @@ class CommonKVManager(engine.CommonKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Wraps the engine's handshake with a new prefill: with a radix cache it runs in a thread.
 
-        The engine's blocks the scheduler until prefill answers, and ends it if the answer does not
-        fit this worker. `why_unreached` reports the result.
+        The engine's blocks the scheduler, and ends it on an incompatible answer. `why_unreached`
+        reports the result.
         """
         if not self.has_radix or bootstrap_addr in self.prefill_info_table:
             return super().try_ensure_parallel_info(bootstrap_addr)
@@ -146,9 +133,7 @@ class CommonKVManager(engine.CommonKVManager):
         return bool(self.kv_args.state_data_ptrs)
 
     def unfit(self, name: str) -> str | None:
-        """Why this prefill rank cannot write to the named decode rank with a radix cache; None if
-        it can.
-        """
+        """Why this prefill rank cannot write to the named decode rank; None if it can."""
         return (
             "this prefill keeps more than KV, and runs without the extra hybrid"
             if self.has_state
@@ -164,18 +149,13 @@ class CommonKVManager(engine.CommonKVManager):
         super()._resolve_rank_mapping(info)
 
     def not_cut(self) -> str | None:
-        """Which of the model's buffers cannot be sliced by TP rank.
-
-        The engine slices all KV buffers like the first one. Those of a draft model may have other
-        heads.
-        """
+        """Which buffers cannot be sliced by TP rank; None if all can."""
+        # The engine slices all KV buffers like the first; a draft model's may have other heads.
         uneven = not self.is_mla_backend and len(set(self.kv_args.kv_item_lens)) > 1
         return "KV buffers of different sizes" if uneven else None
 
     def why_unreached(self, addr: str, since: float) -> str | None:
-        """Why a request that waits for its handshake since ``since`` must fail; None if it may wait
-        on.
-        """
+        """Why a handshake that has been due since ``since`` must fail; None if it may go on."""
         return self.prefills.why_unreached(
             addr, since, addr in self.prefill_info_table, self.handshake_timeout
         )
@@ -193,9 +173,7 @@ class CommonKVManager(engine.CommonKVManager):
                 self.connection_pool.pop(key, None)
 
     def lose_prefill(self, addr: str) -> list[int]:
-        """Remove a lost prefill; returns its rooms. The scheduler may open and close rooms
-        meanwhile.
-        """
+        """Remove a lost prefill and return its rooms, in any thread."""
         self.forget_connections(addr)
         self.prefill_info_table.pop(addr, None)
         # Copied at once: the scheduler may change the set.
@@ -210,17 +188,14 @@ class CommonKVManager(engine.CommonKVManager):
 
     @property
     def samples_tokens(self) -> bool:
-        """Whether this prefill rank is in the last pipeline stage, whose metadata goes to
-        decode.
-        """
+        """Whether this prefill rank is in the last pipeline stage, which sends the metadata."""
         return self.pp_rank == self.pp_size - 1
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """On decode, a failed request stays failed and an ended request stays removed.
 
-        The engine takes the higher of both values: a request that fails during its handshake would
-        go on and wait for a lost prefill. Other threads may have read a room's status just before
-        the scheduler removed it.
+        The engine keeps the higher status: a request that fails during its handshake would go on.
+        Another thread may have read the status just before the scheduler removed the room.
         """
         if not self.has_radix:
             super().update_status(bootstrap_room, status)
@@ -231,9 +206,7 @@ class CommonKVManager(engine.CommonKVManager):
                 super().update_status(bootstrap_room, status)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
-        """Replaces the engine's KeyError, which ends the scheduler, if another request ended this
-        room.
-        """
+        """Replaces the engine's KeyError, which ends the scheduler, for a room that has ended."""
         status = self.request_status.get(bootstrap_room)
         if status is not None:
             return status
@@ -243,9 +216,7 @@ class CommonKVManager(engine.CommonKVManager):
         return KVPoll.Failed
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
-        """Adds, with a radix cache, that no failure is recorded for an ended room: nobody would
-        read it.
-        """
+        """Adds, with a radix cache, that an ended room gets no reason: nobody would read it."""
         if not self.has_radix:
             super().record_failure(bootstrap_room, failure_reason)
             return
@@ -264,19 +235,14 @@ class CommonKVManager(engine.CommonKVManager):
             return self.failure_records.pop(room, default)
 
     def forget(self, room: int) -> None:
-        """Remove a failed request from the tables, after its reason has been read.
-
-        Other threads may have recorded a second reason meanwhile, which nobody would read.
-        """
+        """Remove a failed request, and reasons recorded after the one that was read."""
         with self.rooms.lock:
             self.request_status.pop(room, None)
             self.failure_records.pop(room, None)
             self.rooms.take_refusal(room)
 
     def end_room(self, room: int, reason: str | None = None, posted: bool = False) -> None:
-        """Remove decode's request for ``room`` and remember the end of the room, see
-        `Rooms.end`.
-        """
+        """Remove decode's request for ``room`` and record the room's end, see `Rooms.end`."""
         with self.rooms.lock:
             self.transfer_infos.pop(room, None)
             self.cancels.pop(room, None)
@@ -285,9 +251,9 @@ class CommonKVManager(engine.CommonKVManager):
     def end_failed_room(self, room: int, asked: Mapping[str, Any], reason: str) -> set:
         """End ``room``; returns the decode ranks to notify, by the backend's names.
 
-        asked: the request's copy of decode's messages, by name. Decode workers without the flag are
-        not notified. A dummy rank notifies only those that cancelled: its notice would count as
-        that of the writing rank.
+        asked: the request's copy of decode's messages, by name. Only ranks with the flag are
+        notified. A dummy rank notifies only those that cancelled: its notice would count as that of
+        the writing rank.
         """
         with self.rooms.lock:
             peers = self.cancels.get(room, set()) | self.listeners(
@@ -302,25 +268,20 @@ class CommonKVManager(engine.CommonKVManager):
     room_books: tuple[str, ...] = ENGINE_BOOKS
 
     def rooms_held(self) -> dict[str, int]:
-        """The number of rooms in each table; when idle, only those that decode alone has asked
-        for.
-        """
+        """The number of rooms in each table; when idle, only rooms without a request here."""
         return rooms_held(self.rooms, {name: getattr(self, name, ()) for name in self.room_books})
 
     def settle(self) -> None:
-        """Handle what cannot wait for a request's next poll; called in every step of a prefill
-        scheduler.
+        """Called in every step of a prefill scheduler: fails queued requests that decode cancelled.
 
-        A queued request is not polled. If decode cancels it, it fails here and decode is notified.
+        They are not polled, and decode waits for an answer.
         """
         self.rooms.settle()
 
     def count_transfer(
         self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0
     ) -> None:
-        """Count a transfer that begins. peer: name of the decode rank; the rest as in
-        `Events.sent`.
-        """
+        """Count a transfer that begins to the named decode rank; see `Events.sent`."""
         theirs = self.decode_kv_args_table[peer].dst_kv_item_len
         self.events.sent(self.kv_args, theirs, sent_pages, saved_pages, runs, states)
 
@@ -332,18 +293,16 @@ class CommonKVManager(engine.CommonKVManager):
         first_page: int,
         is_last: bool,
     ) -> dict[bytes, str]:
-        """What to send with a chunk to the decode ranks of ``room``, by tag of the part that it
-        answers.
+        """The answers to send with a chunk, by tag of the part, see `MessagePart`.
 
-        infos: of decode ranks that this rank sends to. The rest as in `MessagePart`. Raises
-        ValueError.
+        infos: of decode ranks that this rank sends to. Raises ValueError.
         """
-        said: dict[bytes, str] = {}
+        found: dict[bytes, str] = {}
         for part in hooks.parts():
             if part.answer is not None and any(part.tag in info.parts for info in infos):
                 answer = part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
-                said |= {} if answer is None else {part.tag: answer}
-        return said
+                found |= {} if answer is None else {part.tag: answer}
+        return found
 
 
 class CommonKVSender(DeltaSender, engine.CommonKVSender):

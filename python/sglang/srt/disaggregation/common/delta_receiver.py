@@ -90,7 +90,8 @@ class ReceiverState:
             done = False
         if not done and time.monotonic() - self.given_up_at > timeout_s:
             logger.warning(
-                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: pages are reused.",
+                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: "
+                "pages are reused.",
                 room,
                 timeout_s,
                 addr,

@@ -26,9 +26,10 @@ NO_REASON = "no reason was recorded"
 AT_FAULT = "the request is refused: "
 # Each worker tokenizes the prompt itself.
 OTHER_PROMPT = (
-    "the prompts of prefill and decode differ. Likely causes: a chat template with the time in it, clocks or time "
-    "zones (TZ) that differ, --chat-template or --reasoning-parser on one of them only, tokenizers or templates of two "
-    "versions, an image that has another size each time it is fetched"
+    "the prompts of prefill and decode differ. Likely causes: a chat template with the time in it, "
+    "clocks or time zones (TZ) that differ, --chat-template or --reasoning-parser on one of them "
+    "only, tokenizers or templates of two versions, an image that has another size each time it is "
+    "fetched"
 )
 
 
@@ -188,7 +189,8 @@ class DeltaSender(Base):
         self.made_at = time.monotonic()
         if mgr.ends_rooms and not mgr.rooms.begin(bootstrap_room, self):
             self.state.fail(
-                f"bootstrap_room {bootstrap_room} belongs to a request that is still being served; {OWN_ROOM}"
+                f"bootstrap_room {bootstrap_room} belongs to a request that is still being served; "
+                f"{OWN_ROOM}"
             )
             self.state.reach(Phase.CLOSED)
         status = mgr.request_status.get(bootstrap_room)

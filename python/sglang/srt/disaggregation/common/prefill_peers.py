@@ -100,8 +100,9 @@ def check_cp_ranks(theirs: Capabilities) -> None:
         # Either ranks that are not asked would wait for ever, or this worker for ranks that send
         # nothing.
         raise ValueError(
-            f"of its context-parallel ranks, {'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this "
-            f"decode worker asks {'all' if ours else 'the first'}. Give both the same "
+            "of its context-parallel ranks, "
+            f"{'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this decode "
+            f"worker asks {'all' if ours else 'the first'}. Give both the same "
             "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
         )
 
@@ -206,7 +207,8 @@ class PrefillPeers:
         if version != DECODE_PREFIX_VERSION:
             logger.warning(
                 "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
-                "it will send whole prompts. Install sglang-pd-radix there to send only what is missing.",
+                "it will send whole prompts. Install sglang-pd-radix there to send only what is "
+                "missing.",
                 addr,
                 version or "none",
                 DECODE_PREFIX_VERSION,

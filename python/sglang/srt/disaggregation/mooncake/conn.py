@@ -86,13 +86,11 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def __init__(self, *args, **kwargs):
         """Adds the queues that know which room is being written."""
-        # Before the engine's `__init__`, which starts the threads.
+        # Before the engine's `__init__`: it starts threads, and makes the session tables later.
         self.watched_queues = WatchedQueues()
-        # The engine makes these after it starts the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
-        # Prefill: queued chunks. Decode: requested rooms.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
         super().__init__(*args, **kwargs)
@@ -176,19 +174,13 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         for info in writes:
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
-            states = (
-                len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
-            )
-            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, states)
+            n = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
+            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, n)
 
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds the answer to a part of decode's request to a notice of success.
-
-        A decode rank with the flag gets one notice. The sender reports failures, when no write is
-        in flight.
-        """
+        """Adds the answer to a notice of success. With the flag, the sender reports failures."""
         peer = Peer(remote, dst_port)
         if self.end_notices.concerns(room, peer) and (
             status != KVPoll.Success or not self.end_notices.take(room, {peer})
@@ -209,21 +201,17 @@ class MooncakeKVManager(engine.MooncakeKVManager):
                 address = NetworkAddress(remote, dst_port)
                 self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
         except Exception:
-            # The request fails, and decode is notified of that.
             self.end_notices.undelivered(room, peer)
             raise
 
     def maybe_send_extra(
         self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs
     ):
-        """Wraps the engine's, which reports success after a failed or shortened write of state.
-
-        Nothing changes for a decode worker without the flag.
-        """
-        ours, theirs = len(prefill_state_indices), len(req.dst_state_indices)
-        if req.names_prefix and ours != theirs:
+        """Wraps the engine's, which reports success after a failed or shortened write of state."""
+        n, m = len(prefill_state_indices), len(req.dst_state_indices)
+        if req.names_prefix and n != m:
             raise RuntimeError(
-                f"there are {ours} pages of its state or window, and decode expects {theirs}"
+                f"there are {n} pages of its state or window, and decode expects {m}"
             )
         failed = super().maybe_send_extra(req, prefill_state_indices, *args, **kwargs)
         if failed and req.names_prefix:
@@ -231,9 +219,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return failed
 
     def send_aux(self, req: TransferInfo, *args, **kwargs) -> int:
-        """Wraps the engine's: only the last pipeline stage writes metadata to a decode with the
-        flag.
-        """
+        """Wraps the engine's: with the flag, only the last pipeline stage writes metadata."""
         if req.names_prefix and not self.samples_tokens:
             return 0
         return super().send_aux(req, *args, **kwargs)
@@ -247,12 +233,11 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             try:
                 super().transfer_worker(watched, watched, staging_buffer)
             except Exception as e:
-                cause = e.__context__ or e
+                err = e.__context__ or e
                 logger.exception("Transfer of room %s failed", watched.room)
                 if watched.room in self.request_status:
                     self.fail_room(
-                        watched.room,
-                        f"transfer over Mooncake failed: {type(cause).__name__}: {cause}",
+                        watched.room, f"transfer over Mooncake failed: {type(err).__name__}: {err}"
                     )
 
     def watch(self, queue, executor, staging_buffer) -> WatchedQueue:
@@ -299,12 +284,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def tell_failure(self, room: int, peers: Iterable[Peer], reason: str) -> None:
         """Notify decode, once, that ``room`` failed, when no write is in flight."""
-        untold = self.end_notices.take(room, peers)
+        due = self.end_notices.take(room, peers)
 
         def tell() -> None:
-            wire.say_failed(
-                self.end_notices, self.connect_unwaiting, room, self._rank, untold, reason
-            )
+            wire.say_failed(self.end_notices, self.connect_unwaiting, room, self._rank, due, reason)
 
         self.watched_queues.when_quiet(room, tell)
 
@@ -315,7 +298,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             return
         for room in self.lose_prefill(failed_bootstrap_addr):
             if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
-                reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+                reason = (
+                    "Losing connection with prefill instance "
+                    f"(bootstrap_addr: {failed_bootstrap_addr})"
+                )
                 self.fail_room(room, reason)
 
     def start_decode_thread(self) -> None:
@@ -340,7 +326,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         responses = self.prefill_response_tracker[room]
         responses.add(end.rank)
         done = len(responses) == self.required_prefill_response_num_table.get(room)
-        # A failed room stays failed; the engine takes the higher status.
         if done and self.request_status.get(room) != KVPoll.Failed:
             self.update_status(room, KVPoll.Success)
 
@@ -440,7 +425,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         state_indices: list[int] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Wraps the engine's message; if decode names a prefix, sends that of docs/protocol.md.
+        """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md.
 
         kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds; None sends
         the engine's message byte for byte.

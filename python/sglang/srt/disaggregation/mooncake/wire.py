@@ -100,7 +100,8 @@ class End:
         """Parse a message. Raises ValueError if it is invalid."""
         if len(frames) not in (3, 4):
             raise ValueError(
-                f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}"
+                "the end of a transfer has 3 or 4 frames, "
+                f"this one of room {room} has {len(frames)}"
             )
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):

@@ -51,9 +51,8 @@ __all__ = [
 class TransferInfo(engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, 0 if decode names none. dummy: whether this prefill rank sends
-    nothing; None if the message does not say, and empty indices mean it, as in the engine. parts:
-    of extras, by tag, see `MessagePart`. heard_until: see `Pulse`, when this was read.
+    decode_prefix_len: tokens, 0 for none. dummy: whether this rank sends nothing; None without the
+    flag, when empty indices mean it. parts: see `MessagePart`, by tag. heard_until: see `Pulse`.
     """
 
     decode_prefix_len: int = 0
@@ -72,9 +71,7 @@ class TransferInfo(engine.TransferInfo):
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache
-        appends.
-        """
+        """Wraps the engine's parser: reads the frames that decode with a radix cache appends."""
         msg, parts = split_parts(msg)
         info = super().from_zmq(msg)
         if len(msg) > 8:
@@ -87,14 +84,9 @@ class TransferInfo(engine.TransferInfo):
 
 @dataclasses.dataclass
 class TransferStatus(engine.TransferStatus):
-    """What has arrived of one request, by sending prefill agent.
+    """What has arrived of one request, by sending agent; the engine's mixes up TP ranks."""
 
-    The engine counts by pipeline rank, so that two TP ranks that send to one decode rank never
-    complete.
-    """
-
-    # Number of expected agents; by agent, chunks received and announced; agents whose metadata and
-    # state arrived.
+    # Expected agents; by agent, chunks received and announced; agents of metadata and of state.
     num_expected: int = 1
     chunks: dict[str, set[int]] = dataclasses.field(default_factory=dict)
     num_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -109,25 +101,18 @@ class TransferStatus(engine.TransferStatus):
     lost: str | None = None
 
     def is_done(self) -> bool:
-        """Replaces the engine's test: KV, metadata and state of every expected agent have
-        arrived.
-        """
+        """Replaces the engine's test: all of every expected agent has arrived."""
         if self.is_failure:
             return True
         return len(self._complete()) >= self.num_expected
 
     def _complete(self) -> set[str]:
-        """The agents from which all parts have arrived."""
         # Copied at once: the thread that watches prefills calls this too.
-        complete = {
-            agent
-            for agent, count in list(self.num_chunks.items())
-            if len(self.chunks[agent]) == count
-        }
-        complete &= self.aux_from
+        done = {name for name, n in list(self.num_chunks.items()) if len(self.chunks[name]) == n}
+        done &= self.aux_from
         for tag in self.asked:
-            complete &= self.answers.get(tag, {}).keys()
-        return complete & self.state_from if self.expects_state else complete
+            done &= self.answers.get(tag, {}).keys()
+        return done & self.state_from if self.expects_state else done
 
     def add_notification(self, agent: str, said: wire.Notification, num_expected: int) -> None:
         """Record a prefill agent's notification. num_expected: number of agents."""
@@ -163,7 +148,6 @@ class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
-
     room_books = (
         *CommonKVManager.room_books,
         "awaited_rooms",
@@ -185,7 +169,7 @@ class NixlKVManager(engine.NixlKVManager):
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
-        """Adds a lock: the thread that reads prefill's messages uses the agent too."""
+        """Adds a lock to prefill's agent, which the thread that reads messages uses too."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.agent = LockedAgent(self.agent)
         super().register_buffer_to_engine()
@@ -221,7 +205,6 @@ class NixlKVManager(engine.NixlKVManager):
         threading.Thread(target=receive, daemon=True, name="nixl-bootstrap").start()
 
     def _on_message(self, frames: list[bytes]) -> None:
-        """Handle a decode worker's message: a registration, or one about a room."""
         if frames[0] != engine.GUARD:
             raise ValueError(
                 f"it does not start with {engine.GUARD!r}; is something else using this port?"
@@ -255,24 +238,20 @@ class NixlKVManager(engine.NixlKVManager):
         state_indices: list[int] | None = None,
     ):
         """Wraps the engine's: counts bytes, and sends a last chunk without KV itself."""
-        infos = [
-            info for info in self.transfer_infos[bootstrap_room].values() if not info.is_dummy()
-        ]
+        infos = [i for i in self.transfer_infos[bootstrap_room].values() if not i.is_dummy()]
         # Without the flag every stage writes it, as in the engine.
         self.writes_metadata = self.samples_tokens or not any(info.names_prefix for info in infos)
         if len(kv_indices) == 0:
             assert is_last and aux_index is not None
             return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index, state_indices)
         for info in infos:
-            room_for = len(info.dst_kv_indices[index_slice])
-            if room_for != len(kv_indices):
-                raise ValueError(
-                    f"decode allocated {room_for} of {len(kv_indices)} pages of a chunk"
-                )
+            size = len(info.dst_kv_indices[index_slice])
+            if size != len(kv_indices):
+                raise ValueError(f"decode allocated {size} of {len(kv_indices)} pages of a chunk")
         for tag, answer in self.answers(
             bootstrap_room, infos, kv_indices, index_slice.start, is_last
         ).items():
-            for info in [info for info in infos if tag in info.parts]:
+            for info in [i for i in infos if tag in i.parts]:
                 self.agent.send_notif(
                     info.agent_name, f"{bootstrap_room}_{tag.decode()}_{answer}".encode("ascii")
                 )
@@ -304,10 +283,7 @@ class NixlKVManager(engine.NixlKVManager):
         dst_aux_index: int,
         notif: str,
     ):
-        """Wraps the engine's: records the posted handle.
-
-        Only the last pipeline stage writes the metadata; the others send the notification.
-        """
+        """Wraps the engine's: only the last pipeline stage writes; the others just notify."""
         if self.writes_metadata:
             return self._post(
                 super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif)
@@ -345,25 +321,20 @@ class NixlKVManager(engine.NixlKVManager):
                 self.fail_room(room, reason)
 
     def _send_without_kv(
-        self,
-        room: int,
-        infos: list[TransferInfo],
-        chunk_id: int,
-        aux_index: int,
-        state_indices: list[int] | None,
+        self, room: int, infos: list[TransferInfo], chunk: int, aux: int, states: list[int] | None
     ) -> list:
         """Full hit: sends the notification that ends the KV, then state and metadata."""
         handles = []
         for info in infos:
             self.agent.send_notif(
-                info.agent_name, f"{room}_kv_{chunk_id}_1_{self.kv_args.pp_rank}".encode("ascii")
+                info.agent_name, f"{room}_kv_{chunk}_1_{self.kv_args.pp_rank}".encode("ascii")
             )
             peer = self.decode_kv_args_table[info.agent_name]
-            if state_indices is not None:
+            if states is not None:
                 handles.append(
                     self.maybe_send_extra(
                         info.agent_name,
-                        state_indices,
+                        states,
                         peer.dst_state_data_ptrs,
                         info.dst_state_indices,
                         peer.gpu_id,
@@ -373,12 +344,12 @@ class NixlKVManager(engine.NixlKVManager):
                 )
             handles.append(
                 self.send_aux(
-                    info.agent_name, aux_index, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux"
+                    info.agent_name, aux, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux"
                 )
             )
-            states = 0 if state_indices is None else len(info.dst_state_indices)
+            sent = 0 if states is None else len(info.dst_state_indices)
             self.count_transfer(
-                info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=states
+                info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=sent
             )
         self.end_room(room, posted=True)
         return [handle for handle in handles if handle is not None]
@@ -397,16 +368,13 @@ class NixlKVManager(engine.NixlKVManager):
 
     def update_transfer_status(self) -> None:
         """Replaces the engine's: a bad or late notification harms no request."""
-        for agent_name, messages in self.agent.get_new_notifs().items():
-            for message in messages:
+        for agent, messages in self.agent.get_new_notifs().items():
+            for data in messages:
                 try:
-                    self._on_notification(agent_name, message.decode("ascii"))
+                    self._on_notification(agent, data.decode("ascii"))
                 except (ValueError, IndexError) as e:
                     logger.error(
-                        "Ignored a notification of prefill agent %s: %r (%s)",
-                        agent_name,
-                        message[:64],
-                        e,
+                        "Ignored a notification of prefill agent %s: %r (%s)", agent, data[:64], e
                     )
 
     def _on_notification(self, agent_name: str, text: str) -> None:
@@ -428,9 +396,7 @@ class NixlKVSender(engine.NixlKVSender):
     xfer_handles: list[Any]
 
     def _release(self) -> None:
-        """Release finished handles. A garbage-collected handle would release itself without the
-        lock.
-        """
+        """Release finished handles, with the lock: garbage collection would take none."""
         self.kv_mgr.rooms.written(self.bootstrap_room, self)
         handles, self.xfer_handles = self.xfer_handles, []
         for handle in handles:
@@ -441,10 +407,7 @@ class NixlKVSender(engine.NixlKVSender):
                 logger.debug("Room %s: %r", self.bootstrap_room, e)
 
     def _close(self) -> None:
-        """Notify this rank's decode ranks once, and remove the request. No write may be in flight.
-
-        Decode reuses the pages when it learns of a failure.
-        """
+        """Notify decode and remove the request. No write may be in flight: decode reuses pages."""
         self._release()
         if not self.state.reach(Phase.CLOSED):
             return
@@ -454,8 +417,7 @@ class NixlKVSender(engine.NixlKVSender):
             peers = self.end_failed_room(reason)
             manager.forget(room)
         manager.tell_failure(room, peers, reason)
-        # A reason recorded meanwhile.
-        manager.failure_records.pop(room, None)
+        manager.failure_records.pop(room, None)  # Recorded meanwhile.
 
     def send(
         self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
@@ -493,10 +455,7 @@ class NixlKVSender(engine.NixlKVSender):
         return names_prefix(self.state.asked.values()) and "PROC" in self._states()
 
     def poll(self) -> KVPoll:
-        """Replaces the engine's, in which an error ends the scheduler and an abort has no effect.
-
-        A failure is reported only when no write is in flight, because its pages are freed then.
-        """
+        """Replaces the engine's, which raises and ignores aborts. Failed: no write is in flight."""
         if self.waits_unasked():
             return KVPoll.Bootstrapping
         manager, room = self.kv_mgr, self.bootstrap_room
@@ -534,11 +493,7 @@ class NixlKVSender(engine.NixlKVSender):
         return True
 
     def failure_exception(self) -> None:
-        """Replaces the engine's: raises the reason. The engine then releases the request on every
-        rank.
-
-        A rank that has not failed itself is not polled again, but must answer decode too.
-        """
+        """Replaces the engine's: answers decode too, because no rank is polled again."""
         reason = self.take_reason()
         if not self.settle():
             self.kv_mgr.unsettled.append(self)
@@ -546,11 +501,8 @@ class NixlKVSender(engine.NixlKVSender):
 
 
 def _header(receiver: Any) -> list[bytes]:
-    room, manager = receiver.bootstrap_room, receiver.kv_mgr
-    return [
-        engine.GUARD,
-        *room_header(room, manager.local_ip, manager.rank_port, manager.agent.name),
-    ]
+    room, mgr = receiver.bootstrap_room, receiver.kv_mgr
+    return [engine.GUARD, *room_header(room, mgr.local_ip, mgr.rank_port, mgr.agent.name)]
 
 
 class NixlKVReceiver(engine.NixlKVReceiver):
@@ -566,11 +518,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         state_indices: list[int] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Wraps the engine's message; if decode names a prefix, sends that of docs/protocol.md.
-
-        kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds; None sends
-        the engine's message byte for byte.
-        """
+        """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md."""
         # Discard notifications of an earlier request of this room.
         self.kv_mgr.update_transfer_status()
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
@@ -582,13 +530,8 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
 
-        def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
-            return [
-                pages,
-                str(aux_index).encode("ascii"),
-                b"%d" % self.required_dst_info_num,
-                states,
-            ]
+        def body(is_dummy: bool, kv: bytes, state: bytes) -> list[bytes]:
+            return [kv, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, state]
 
         frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
         asked = self.send_requests(kv_indices, frames)
@@ -617,7 +560,6 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         return state
 
     def _fail_if_lost(self, status: TransferStatus, reason: str) -> None:
-        """Fail because prefill is lost, unless all has arrived."""
         self.kv_mgr.update_transfer_status()
         if not status.is_done():
             status.is_failure = True
