@@ -16,19 +16,15 @@ from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-# What each rank adds to its registration: the decode prefix version that it understands, its
-# timeouts, and values of extras.
+# Each rank's additions to its registration: prefix version, timeouts, and values of extras.
 RANK_VERSION = "decode_prefix_version"
 _added: dict[str, Callable[[], Any]] = {}
-# Each node's environment sets the timeouts of its ranks. Decode uses the value that is safe for all
-# ranks.
+# Timeouts may differ between nodes: decode uses the value that is safe for all ranks.
 _WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
 
 
 def add_to_registration(name: str, own: Callable[[], Any]) -> None:
-    """Add ``own()`` to each rank's registration, unless it returns None. Runs on the scheduler's
-    thread.
-    """
+    """Add ``own()``, called on the scheduler's thread, to each registration unless it is None."""
     _added[name] = own
 
 
@@ -41,9 +37,7 @@ def _own_timeouts() -> dict[str, int]:
 
 
 class BootstrapRequests:
-    """Replaces the module ``requests`` in the engine's code: a rank that registers adds its
-    version.
-    """
+    """The module ``requests`` for the engine's code: a rank that registers adds its version."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(requests, name)
@@ -51,15 +45,12 @@ class BootstrapRequests:
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """Wraps ``requests.put``, which the engine uses only to register ranks."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
-        kwargs["json"] |= {
-            name: said for name, own in _added.items() if (said := own()) is not None
-        }
+        kwargs["json"] |= {k: v for k, own in _added.items() if (v := own()) is not None}
         return requests.put(url, **kwargs)
 
 
 class RegisteredRanks:
-    """The ranks of a prefill that registered with this bootstrap server, and their registrations,
-    by name.
+    """The ranks that registered with this bootstrap server, and their registrations, by name.
 
     Ranks must all be patched or all unpatched. An unpatched rank answers a request for the end of a
     prompt with its start, and takes no part in the patched ranks' exchange of failures.
@@ -76,8 +67,7 @@ class RegisteredRanks:
     def refusal(self, rank: Mapping[str, Any]) -> str | None:
         """Why this rank must not register; None if it may. Logs the reason.
 
-        The first rank decides: all others must have its version. Unpatched ranks alone work as in
-        the engine.
+        All ranks must have the version of the first; unpatched ranks alone work as in the engine.
         """
         name = _name(rank)
         others = {said.get(RANK_VERSION) for other, said in self._said.items() if other != name}
@@ -119,17 +109,14 @@ class RegisteredRanks:
         return all(said.get(RANK_VERSION) == DECODE_PREFIX_VERSION for said in self._said.values())
 
     def timeouts(self) -> dict[str, int]:
-        """The timeouts that decode must use, in seconds: the longest waiting and the shortest
-        bootstrap timeout.
+        """The timeouts for decode in seconds: the longest waiting, the shortest bootstrap timeout.
 
         If no rank reports a timeout, that of this process counts.
         """
         found = {}
         for name, own in _own_timeouts().items():
             said = self.said(name)
-            found[name] = _WORST[name](
-                [one for one in said if type(one) is int and one > 0] or [own]
-            )
+            found[name] = _WORST[name]([v for v in said if type(v) is int and v > 0] or [own])
         return found
 
     def said(self, name: str) -> list[Any]:
@@ -147,27 +134,24 @@ def _version(said: Any) -> str:
 
 
 async def capabilities(
-    version: int,
-    cp_size: int | None,
-    said_by_ranks: Mapping[str, Any],
+    version: int, cp_size: int | None, said_by_ranks: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What this prefill reports to decode about its features.
 
     version: the decode prefix version that the transfer backend and all ranks understand. cp_size:
-    of attention, None until all ranks have registered. said_by_ranks: includes
-    `RegisteredRanks.timeouts`. Raises HTTPServiceUnavailable until all ranks have registered.
+    of attention, None until all ranks have registered, which raises HTTPServiceUnavailable.
+    said_by_ranks: includes `RegisteredRanks.timeouts`.
     """
     if cp_size is None:
         # Decode caches the answer for good, and a rank that is still missing may be unpatched.
         raise web.HTTPServiceUnavailable(text="not all ranks of this prefill have registered yet")
-    # Every context-parallel rank holds all KV and normally the first one sends it. If all send, the
-    # engine splits a chunk by page number as if its pages were consecutive. Nobody would send the
-    # pages outside that range.
-    shared_out = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
-    answer: dict[str, Any] = {"version": 0 if shared_out else version, "state": 1, "prompts": 2}
-    # Decode keeps pages while this worker may write to them, and contacts it about waiting requests
-    # before its timeout.
+    # Every context-parallel rank holds all KV; normally the first one sends it. If all send, the
+    # engine splits a chunk by page number as if its pages were consecutive, and some are never
+    # sent.
+    all_send = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+    answer: dict[str, Any] = {"version": 0 if all_send else version, "state": 1, "prompts": 2}
+    # Decode keeps pages while this worker may write, and contacts it before its timeout.
     answer |= said_by_ranks
     if cp_size != 1:
-        answer["all_cp_ranks"] = int(shared_out)
+        answer["all_cp_ranks"] = int(all_send)
     return answer

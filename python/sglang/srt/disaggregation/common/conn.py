@@ -340,10 +340,9 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     takes_stages = False
 
     def __init_subclass__(cls, **options) -> None:
-        """A subclass does not inherit the version: Ascend's server is a Mooncake server without
-        deltas.
+        """Resets the version: Ascend's server, for one, is a Mooncake server without deltas.
 
-        Except a subclass of the same name, which is an overlay of its base.
+        Except for a subclass of the same name, which is an overlay of its base.
         """
         super().__init_subclass__(**options)
         if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
@@ -374,9 +373,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         return reply
 
     def _all_have_come(self) -> bool:
-        """Whether all ranks have registered. The engine counts registrations; a rank may register
-        twice.
-        """
+        """Whether all ranks have registered. The engine counts a rank twice that registers twice."""
         if not self._is_ready():
             return False
         return (

@@ -75,8 +75,8 @@ class ReceiverState:
     ) -> bool:
         """Whether no prefill rank writes any more, or the longest time for a transfer has passed.
 
-        send: reports the cancellation to one rank. nobody_writes: whether all writers reported
-        their end or are lost.
+        send: cancels at one rank. nobody_writes: whether all writers reported their end or are
+        lost.
         """
         # Also if the request could not be cancelled.
         self.given_up_at = self.given_up_at or time.monotonic()
@@ -101,9 +101,7 @@ class ReceiverState:
 
 
 def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> str | None:
-    """Why the metadata buffer does not hold ``room``'s metadata: "" while it may still arrive, None
-    if it does.
-    """
+    """Why the buffer lacks ``room``'s metadata: "" while it may still arrive, None if it is there."""
     if in_buffer == room:
         return None
     if in_buffer == 0 and not is_overdue():
@@ -116,16 +114,17 @@ def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> st
 
 
 def _quarantine_s(receiver: DeltaReceiver) -> float:
-    """Seconds after which prefill begins no write for a cancelled request, even if no message
-    arrives.
+    """Seconds after which prefill begins no write for a cancelled request, even unanswered.
 
-    This is the timeout that prefill reported when asked: another prefill may have its address by
-    now. It is never less than this worker's own.
+    It is the timeout that prefill reported when asked, as another prefill may have its address by
+    now, and at least this worker's own.
     """
     manager = receiver.kv_mgr
     # Only another rank has asked prefill: use what prefill reports now.
-    told_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
-    return max(manager.waiting_timeout, told_s)
+    known_s = (
+        receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
+    )
+    return max(manager.waiting_timeout, known_s)
 
 
 # Placeholder: `conn.py` puts the engine's class behind this one.
@@ -141,8 +140,7 @@ class DeltaReceiver(Base):
     init_time: float | None = None
     # The room in the request's metadata buffer, 0 until something is written after admission.
     metadata_room: Callable[[], int] | None = None
-    # Whether the queue keeps a failed request's pages until `writers_done`; the engine's queue does
-    # not.
+    # Whether the queue keeps a failed request's pages until `writers_done`; not in the engine.
     fenced = False
     quarantine_s = property(_quarantine_s)
     # The engine sets these in the handshake. Until then nobody writes.
@@ -176,9 +174,7 @@ class DeltaReceiver(Base):
         self.shake_hands()
 
     def shake_hands(self) -> None:
-        """Make the handshake that `init` began, once it does not block. Backends call it at each
-        poll.
-        """
+        """Continue the handshake of `init` when it does not block. Backends call it at each poll."""
         manager, handshake = self.kv_mgr, self.state.handshake
         rank = handshake.due()
         if rank is None:
@@ -209,8 +205,7 @@ class DeltaReceiver(Base):
                 self.fail(f"prefill {self.bootstrap_addr} is gone: it was lost in the meantime")
 
     def _setup_bootstrap_infos(self) -> None:
-        """Wraps the engine's queries to the bootstrap server: with a radix cache a thread makes
-        them.
+        """Wraps the engine's queries to the bootstrap server: with a radix cache, in a thread.
 
         Requests that arrive meanwhile share the answers. Raises NotConnected until there are any.
         """
@@ -248,27 +243,22 @@ class DeltaReceiver(Base):
     def send_requests(
         self, kv_indices: npt.NDArray[np.int32], frames: Callable[[bool], list[bytes]]
     ) -> frozenset[bytes]:
-        """Send the request for KV to every prefill rank; returns the tags that they answer. Raises
-        NotTaken.
+        """Ask every prefill rank for KV; returns the tags that they answer. Raises NotTaken.
 
-        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without parts of
-        extras.
+        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without extras'
+        parts.
         """
-        written = [
-            (part, more)
-            for part in hooks.parts()
-            if (more := part.write(self, kv_indices)) is not None
+        parts = [
+            (p, body) for p in hooks.parts() if (body := p.write(self, kv_indices)) is not None
         ]
         for peer in self.bootstrap_infos or []:
-            mine = [
-                [part.tag, *more] for part, more in written if part.dummies or not peer["is_dummy"]
-            ]
+            mine = [[p.tag, *body] for p, body in parts if p.dummies or not peer["is_dummy"]]
             self._send_to(peer, [*frames(peer["is_dummy"]), *chain(*mine), *self.prompt])
             self.state.asked, self.state.writes_s = (
                 True,
                 self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout,
             )
-        return frozenset(part.tag for part, _ in written if part.answer is not None)
+        return frozenset(p.tag for p, _ in parts if p.answer is not None)
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
@@ -284,9 +274,7 @@ class DeltaReceiver(Base):
             socket.send_multipart(frames)
 
     def answers(self, tag: bytes) -> Iterable[str]:
-        """Prefill ranks' answers to a part of the request, see `MessagePart`. Backends override
-        it.
-        """
+        """The answers to a part of the request, see `MessagePart`. Backends override it."""
         return ()
 
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
@@ -299,11 +287,11 @@ class DeltaReceiver(Base):
             return state
         manager, room = self.kv_mgr, self.bootstrap_room
         in_buffer = room if self.metadata_room is None else self.metadata_room()
-        wrong = what_landed(in_buffer, room, self._is_overdue)
-        if wrong == "":
+        problem = what_landed(in_buffer, room, self._is_overdue)
+        if problem == "":
             return KVPoll.Transferring
-        if wrong is not None:
-            manager.record_failure(room, wrong)
+        if problem is not None:
+            manager.record_failure(room, problem)
             return KVPoll.Failed
         return KVPoll.Success
 
@@ -339,8 +327,7 @@ class DeltaReceiver(Base):
         self._send_to(peer, self._notice(CANCEL))
 
     def writers_done(self) -> bool:
-        """Whether every prefill rank has finished, cancelled, is lost, or exceeded the transfer
-        timeout.
+        """Whether every prefill rank has finished, cancelled, is lost or exceeded its timeout.
 
         It stays True: the TP ranks find out in different steps and act when all have.
         """
@@ -381,8 +368,7 @@ class DeltaReceiver(Base):
 def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
     """The job of the thread that queries a prefill's ranks. Raises ConnectionError."""
     manager, addr = receiver.kv_mgr, receiver.bootstrap_addr
-    # The copy records nothing of this request, which may end meanwhile, and the scheduler registers
-    # the memory later.
+    # A copy: nothing is recorded of this request, and the scheduler registers the memory later.
     scout = copy.copy(receiver)
     scout.bootstrap_room, scout._register_kv_args = None, lambda: None
     prefill = manager.prefill_info_table.get(addr)

@@ -118,8 +118,7 @@ def names_prefix(asked: Iterable[Any]) -> bool:
 
 
 def read_decode_prefix(asked: Mapping[str, Any]) -> tuple[int, int | None]:
-    """The prefix (tokens) and delta size (pages; None if this rank sends no KV) that decode asks
-    for.
+    """Decode's prefix (tokens) and delta size (pages; None if this rank sends no KV).
 
     Raises ValueError if decode's ranks disagree.
     """
@@ -182,8 +181,7 @@ class DeltaSender(Base):
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         """Adds the request to the live rooms; a room that had ended begins anew.
 
-        If another request still holds the room, this one has failed and sends no message about the
-        room.
+        If another request holds the room, this one has failed and sends no message about the room.
         """
         self.state = SenderState()
         self.made_at = time.monotonic()
@@ -221,9 +219,7 @@ class DeltaSender(Base):
         return self.state.decode_prefix_len
 
     def accept_decode_prefix(self) -> bool:
-        """Read decode's prefix once its message is there; returns False, and the request fails, if
-        it is invalid.
-        """
+        """Read decode's prefix; returns False, and the request fails, if it is invalid."""
         manager, state = self.kv_mgr, self.state
         if state.phase >= Phase.ACCEPTED:
             return True
@@ -237,12 +233,9 @@ class DeltaSender(Base):
             prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
             due_at = math.inf
             if named:
-                # No cancellation has been missed up to `heard_until`, and decode keeps pages for
-                # the timeout.
-                due_at = (
-                    min(info.heard_until for info in state.asked.values())
-                    + manager.transfer_timeout
-                )
+                # Cancellations up to `heard_until` are known, and decode keeps pages for the
+                # timeout.
+                due_at = min(i.heard_until for i in state.asked.values()) + manager.transfer_timeout
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")
             return False
@@ -258,9 +251,7 @@ class DeltaSender(Base):
     # ---- questions ----
 
     def poll_asked(self) -> int:
-        """Status that `poll` returns once decode has asked. An extra may have the request wait for
-        more.
-        """
+        """Status that `poll` returns once decode has asked. An extra may return another one."""
         return KVPoll.WaitingForInput
 
     def has_failed(self) -> bool:
@@ -288,18 +279,13 @@ class DeltaSender(Base):
             self.on_failure()
 
     def waits_unasked(self) -> bool:
-        """Whether decode has not asked yet and still may. Lets a NIXL poll return early.
-
-        Most requests in a long queue are in this state, with no write posted.
-        """
+        """Whether decode has not asked yet and still may, as for most requests in a long queue."""
         manager, room = self.kv_mgr, self.bootstrap_room
         asked = manager.request_status.get(room) != KVPoll.Bootstrapping
         return not (asked or self.conclude_state is not None or room in manager.rooms.refused)
 
     def on_failure(self) -> None:
-        """Called when the request fails here; backends that act before the next poll override
-        it.
-        """
+        """Called when the request fails here. Backends that act before the next poll override it."""
 
     def take_reason(self, default: str = NO_REASON) -> str:
         """Mark the request failed and return the reason, recorded here or on another rank."""
@@ -335,9 +321,7 @@ class DeltaSender(Base):
         )
 
     def drop(self) -> None:
-        """End this request successfully: decode asked for nothing and computes the prompt
-        itself.
-        """
+        """End this request successfully: decode asked for nothing and computes the prompt."""
         if not self.state.reach(Phase.CLOSED):
             return
         manager, room = self.kv_mgr, self.bootstrap_room

@@ -20,11 +20,9 @@ REMEMBERED = 4096
 
 
 class EndNotices(Generic[Peer]):
-    """Ensures one notice per request to each decode rank with the flag: all is written, or no more
-    will be.
+    """Ensures that each decode rank with the flag gets one notice per request: it has ended.
 
-    Decode would take a second notice for that of the room's next request, which is still being
-    written.
+    Decode would take a second one for that of the room's next request, which is still written.
     """
 
     def __init__(self) -> None:
@@ -35,13 +33,13 @@ class EndNotices(Generic[Peer]):
     def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
         """``peer`` asks for ``room`` and waits for a notice, unless it runs without the flag."""
         with self._lock:
-            told = self._told.pop(room, {})
+            sent = self._told.pop(room, {})
             # Another worker may have had that address.
-            told.pop(peer, None)
+            sent.pop(peer, None)
             if has_flag:
-                told[peer] = False
-            if told:
-                remember(self._told, room, told, REMEMBERED)
+                sent[peer] = False
+            if sent:
+                remember(self._told, room, sent, REMEMBERED)
 
     def concerns(self, room: int, peer: Peer) -> bool:
         """Whether ``peer`` is known to have asked for ``room``."""
@@ -51,10 +49,10 @@ class EndNotices(Generic[Peer]):
     def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
         """Those of ``peers`` that have not been notified; the caller notifies them."""
         with self._lock:
-            told = self._told.get(room, {})
-            untold = {peer for peer in peers if not told.get(peer, False)}
-            told.update((peer, True) for peer in untold if peer in told)
-        return untold
+            sent = self._told.get(room, {})
+            due = {peer for peer in peers if not sent.get(peer, False)}
+            sent.update((peer, True) for peer in due if peer in sent)
+        return due
 
     def undelivered(self, room: int, peer: Peer) -> None:
         """The notice to ``peer`` could not be sent: it is due again."""

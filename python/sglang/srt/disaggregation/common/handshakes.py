@@ -1,5 +1,4 @@
-"""Decode's queries to a prefill's bootstrap server before a handshake, made in threads: a scheduler
-waits for no peer.
+"""Decode's queries to a bootstrap server before a handshake, in threads: a scheduler never waits.
 
 Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 """
@@ -23,8 +22,8 @@ _said_at = -math.inf
 def in_background(work: Callable[[], None], name: str) -> str | None:
     """Start ``work`` in its own thread. Returns why that fails; None if it started.
 
-    Requests name peers, so that clients can cause threads up to the system's limit. The scheduler
-    goes on.
+    Requests name peers: clients can cause threads up to the system's limit, and the scheduler goes
+    on.
     """
     try:
         threading.Thread(target=work, daemon=True, name=name).start()
@@ -51,13 +50,13 @@ class RankAnswers:
 
         rooms: all of this prefill with unknown rank. Answers about other rooms are removed.
         """
-        told, wanted = self._told.setdefault(addr, {}), set(map(str, rooms))
-        lacking = [room for room in rooms if str(room) not in told]
-        if lacking and addr not in self._asking:
+        ranks, wanted = self._told.setdefault(addr, {}), set(map(str, rooms))
+        missing = [room for room in rooms if str(room) not in ranks]
+        if missing and addr not in self._asking:
 
-            def put() -> None:
+            def ask() -> None:
                 try:
-                    told.update(question(addr, lacking))
+                    ranks.update(question(addr, missing))
                 except Exception:
                     logger.exception(
                         "Prefill %s cannot say which of its DP ranks has which room", addr
@@ -66,22 +65,20 @@ class RankAnswers:
                     self._asking.discard(addr)
 
             self._asking.add(addr)
-            if in_background(put, "ask-dp-ranks") is not None:
+            if in_background(ask, "ask-dp-ranks") is not None:
                 self._asking.discard(addr)
         # Read first: a query may be answered meanwhile.
-        all_told = addr not in self._asking
-        known = [(room, told.pop(room)) for room in list(told)]
-        if all_told:
+        all_known = addr not in self._asking
+        known = [(room, ranks.pop(room)) for room in list(ranks)]
+        if all_known:
             self._told.pop(addr)
         return {room: rank for room, rank in known if room in wanted}
 
 
 class Connection:
-    """One query for the addresses of a prefill DP rank, shared by all requests that arrive
-    meanwhile.
+    """One query for the addresses of a prefill DP rank, shared by requests that arrive meanwhile.
 
-    over: it has succeeded, or failed for ``reason``. The scheduler then registers this worker's
-    memory with these ranks.
+    over: it succeeded, or failed for ``reason``. The scheduler then registers this worker's memory.
     """
 
     def __init__(self) -> None:
@@ -99,15 +96,13 @@ class Connection:
                 self.reason = f"{type(e).__name__}: {e}"
             self.over = True
 
-        wrong = in_background(run, "ask-prefill-ranks")
-        if wrong is not None:
-            self.reason, self.over = wrong, True
+        error = in_background(run, "ask-prefill-ranks")
+        if error is not None:
+            self.reason, self.over = error, True
 
 
 class Connections:
-    """Queries in flight or not yet registered, by prefill and DP rank. Only the scheduler's thread
-    uses them.
-    """
+    """Queries in flight or not yet registered, by prefill and DP rank. For the scheduler's thread."""
 
     def __init__(self) -> None:
         self._attempts: dict[tuple[str, int], Connection] = {}
@@ -125,8 +120,7 @@ class Connections:
     def join(
         self, addr: str, dp_rank: int, is_known: bool, fetcher: Callable[[], Callable[[], None]]
     ) -> Connection | None:
-        """The query to wait for, started if needed; None if the ranks are known and have this
-        worker's memory.
+        """The query to wait for, started if needed; None if the ranks know this worker's memory.
 
         is_known: whether the addresses are known. fetcher: makes the thread's job.
         """
@@ -184,8 +178,7 @@ class Handshake:
         known: Callable[[], list[list[dict]] | None],
         fetcher: Callable[[], Callable[[], None]],
     ) -> tuple[list[list[dict]], bool]:
-        """The ranks' addresses, and whether this worker's memory must still be registered with
-        them.
+        """The ranks' addresses, and whether this worker's memory must still be registered there.
 
         known: the addresses, if known. fetcher: makes the thread's job. Raises NotConnected during
         the query, and ConnectionError if it failed.

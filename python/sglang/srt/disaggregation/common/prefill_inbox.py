@@ -1,5 +1,4 @@
-"""What a prefill rank does with decode's messages about a room; the same over both transfer
-backends.
+"""A prefill rank's handling of decode's messages about a room, for both transfer backends.
 
 A message may come before its room's request, during it, or long after its end.
 
@@ -45,13 +44,12 @@ class Books(Generic[Peer]):
 class Backend(Generic[Peer]):
     """How a backend treats messages.
 
-    rank_word: name of a decode rank in errors. can_tell: whether a rank can and must be notified of
-    its unusable message; second argument: whether a decode worker with a radix cache sent it.
-    dummies_answer: whether a dummy rank answers a request for a failed room. late_cancel: the
-    answer to a cancellation after the room's end, given the reason of a failure; None for no
-    answer. early_cancel: the reason to keep and the answer if a room is cancelled before its
-    request arrives, given the full refusal. in_the_way: what of an earlier request blocks the room;
-    None if nothing.
+    rank_word: name of a decode rank in errors. can_tell: whether to notify a rank of its unusable
+    message; second argument: whether decode has a radix cache. dummies_answer: whether a dummy rank
+    answers a request for a failed room. late_cancel: the answer to a cancellation after the room's
+    end, given the reason of a failure; None for none. early_cancel: given the refusal of a room
+    cancelled before its request arrives, the reason to keep and the answer. in_the_way: what of an
+    earlier request blocks the room; None if nothing.
     """
 
     rank_word: str
@@ -135,8 +133,7 @@ class PrefillInbox(Generic[Peer]):
             self._worker.tell_failure(room, {peer}, reason)
 
     def _on_cancel(self, message: Cancel[Peer]) -> None:
-        """Handle a cancellation. Decode keeps the pages until this rank has answered or written
-        all.
+        """Handle a cancellation. Decode keeps the pages until this rank answers or has written all.
 
         A live request answers when its writes are done. A request that arrives later is refused.
         """

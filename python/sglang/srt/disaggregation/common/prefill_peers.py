@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds of queries without a usable answer, as in the engine, and seconds between two queries.
 UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
-# Requests name prefills, so the table is limited: the number of queries kept, and the seconds for
-# which each stays. A prefill that a request waits for is queried again before that.
+# Requests name prefills: at most so many queries are kept, each for at least so many seconds. A
+# prefill that a request waits for is queried again before that.
 MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 
 
@@ -33,11 +33,11 @@ MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 class Capabilities:
     """The features that a prefill reports.
 
-    version: of the decode prefix that it understands, 0 for none. prompts: whether it compares
-    digests of prompts. waiting_timeout: seconds for which it may write for a request.
-    bootstrap_timeout: seconds for which it keeps a request that decode never mentions. Both are 0
-    if not reported. all_cp_ranks: whether all its context-parallel ranks send; None without such
-    ranks or if not reported. others: see `listen_for`.
+    version: of the decode prefix, 0 for none. prompts: whether it compares digests of prompts.
+    waiting_timeout: seconds for which it may write for a request. bootstrap_timeout: seconds for
+    which it keeps a request that decode never mentions. Both are 0 if not reported. all_cp_ranks:
+    whether all its context-parallel ranks send; None without any or if not reported. others: see
+    `listen_for`.
     """
 
     version: int = 0
@@ -59,16 +59,12 @@ _checks: list[Callable[[Mapping[str, Any], Any], None]] = []
 
 
 def listen_for(name: str) -> None:
-    """Have `Capabilities.others` keep a prefill's answer for ``name`` unless it is false. For
-    extras.
-    """
+    """For extras: have `Capabilities.others` keep a prefill's answer for ``name`` unless false."""
     _others.add(name)
 
 
 def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
-    """Have ``check`` called with each prefill's answer and this worker's options. It raises
-    ValueError if the prefill is incompatible for good. For extras.
-    """
+    """For extras: check a prefill's answer and this worker's options; ValueError if incompatible."""
     _checks.append(check)
 
 
@@ -81,24 +77,21 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
         return takes and bool(answer.get(name))
 
     def number(name: str) -> int:
-        said = answer.get(name) if takes else 0
-        return said if type(said) is int and said > 0 else 0
+        value = answer.get(name) if takes else 0
+        return value if type(value) is int and value > 0 else 0
 
-    waits = number("waiting_timeout"), number("bootstrap_timeout")
+    timeouts = number("waiting_timeout"), number("bootstrap_timeout")
     # Independent of the version, which is 0 if all ranks send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
-    return Capabilities(version, prompts, *waits, all_cp_ranks, others)
+    return Capabilities(version, prompts, *timeouts, all_cp_ranks, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
-    """Raise ValueError if another set of prefill's context-parallel ranks sends than this worker
-    expects.
-    """
+    """Raise ValueError if other context-parallel ranks of prefill send than this worker expects."""
     ours = envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
     if theirs.all_cp_ranks is not None and theirs.all_cp_ranks != ours:
-        # Either ranks that are not asked would wait for ever, or this worker for ranks that send
-        # nothing.
+        # Unasked ranks would wait for ever, or this worker for ranks that send nothing.
         raise ValueError(
             "of its context-parallel ranks, "
             f"{'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this decode "
@@ -136,7 +129,7 @@ class PrefillPeers:
         get: Callable[..., requests.Response] = requests.get,
         asked: Callable[[str, bool], object] = lambda addr, answered: None,
     ) -> None:
-        self._server_args, self._met, self._shake, self._get, self._asked = (
+        self._args, self._met, self._shake, self._get, self._asked = (
             server_args,
             met,
             shake,
@@ -146,8 +139,8 @@ class PrefillPeers:
         # By address, after a handshake. Never removed, 300 bytes each: a lost prefill may still
         # write for requests that depend on this, and a prefill in use is not queried again.
         self.capabilities: dict[str, Capabilities] = {}
-        # Queries in flight; when each prefill was last queried, latest last; when and why a prefill
-        # was found unusable.
+        # Queries in flight; when prefills were last queried, latest last, and found unusable, and
+        # why.
         self._asking: set[str] = set()
         self._asked_at: OrderedDict[str, float] = OrderedDict()
         self._unusable: dict[str, tuple[float, str]] = {}
@@ -157,9 +150,7 @@ class PrefillPeers:
         return self.capabilities.get(addr, UNKNOWN)
 
     def query(self, addr: str) -> None:
-        """Query a prefill's features unless that was done recently. `why_unreached` reports the
-        result.
-        """
+        """Query a prefill's features unless done recently. `why_unreached` reports the result."""
         now = time.monotonic()
         if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
             self._asked_at[addr] = now
@@ -175,8 +166,8 @@ class PrefillPeers:
             addr, at = next(iter(self._asked_at.items()))
             if addr in self._asking or now - at < FORGOTTEN_S:
                 return
-            for book in (self._asked_at, self._unusable):
-                book.pop(addr, None)
+            for table in (self._asked_at, self._unusable):
+                table.pop(addr, None)
 
     def _query(self, addr: str) -> None:
         """Make the engine's queries and ours, and record why the prefill cannot be used."""
@@ -243,15 +234,14 @@ class PrefillPeers:
             return None
         check_cp_ranks(found)
         for check in _checks:
-            check(answer, self._server_args())
+            check(answer, self._args())
         self.capabilities[addr] = found
         return found.version
 
     def why_unreached(
         self, addr: str, since: float, is_known: bool, timeout_s: float
     ) -> str | None:
-        """Why a request that waits for its handshake since ``since`` must fail; None if it may wait
-        on.
+        """Why a handshake that has been due since ``since`` must fail; None if it may go on.
 
         is_known: whether that prefill has answered. timeout_s: longest wait for a handshake.
         """

@@ -1,5 +1,4 @@
-"""A prefill worker's rooms: which are live, which have ended and why, and decode's messages about
-them.
+"""A prefill worker's rooms: live or ended and why, and decode's messages about them.
 
 Decode's messages and the worker's own requests arrive in any order. Both transfer backends use
 these tables, keyed by the engine's bootstrap_room.
@@ -27,8 +26,7 @@ REMEMBERED_ROOMS = 65536
 # Advice if two requests have the same room.
 OWN_ROOM = "each request needs a room of its own"
 
-# Attributes of the engine's manager with an entry for each live room, or a set of rooms for each
-# peer.
+# The engine manager's tables with an entry for each live room, or a set of rooms per peer.
 ENGINE_BOOKS = (
     "request_status",
     "failure_records",
@@ -67,9 +65,7 @@ class Rooms:
     """
 
     def __init__(self, on_peer: Callable[[str, int], None] = lambda host, port: None) -> None:
-        """on_peer: called with host and port of each decode rank with the flag that sends a
-        message.
-        """
+        """on_peer: called with address and port of each decode rank with the flag that sends."""
         self._on_peer = on_peer
         self.lock = threading.RLock()
         # Senders of live requests.
@@ -117,8 +113,7 @@ class Rooms:
     def end(self, room: int, reason: str | None = None, posted: bool = False) -> None:
         """Record that ``room`` has ended, and why it failed.
 
-        posted: all writes are posted and some may be in flight. The request holds the room until
-        `written`.
+        posted: all writes are posted, and the request holds the room until they are `written`.
         """
         with self.lock:
             sender = self.live.pop(room, None)
@@ -135,19 +130,18 @@ class Rooms:
         return self.ended.get(room)
 
     def refuse(self, room: int, reason: str) -> None:
-        """Record that decode's request for ``room`` is unusable, for a sender that may arrive
-        later.
+        """Record why decode's request for ``room`` is unusable, for a sender that may arrive later.
 
         The first reason stays, unless it is a cancellation, which follows from another failure.
         """
         with self.lock:
-            known = self.refused.get(room, GIVEN_UP)
+            first = self.refused.get(room, GIVEN_UP)
             # The room has failed already, and nobody would read it.
             if self.failure(room) is None:
                 remember(
                     self.refused,
                     room,
-                    reason if known.endswith(GIVEN_UP) else known,
+                    reason if first.endswith(GIVEN_UP) else first,
                     REMEMBERED_ROOMS,
                 )
 
@@ -178,8 +172,8 @@ class Rooms:
         """Judge a decode rank's request for KV.
 
         asked: decode ranks' requests for this room, by name. unfit: why this rank's memory cannot
-        be written, if so; another worker's room goes on. in_the_way: what of an earlier request
-        blocks the room, if anything.
+        be written; another worker's room goes on. in_the_way: what of an earlier request blocks the
+        room.
         """
         room, info = message.room, message.info
         with self.lock:
@@ -207,8 +201,7 @@ class Rooms:
                 )
             # A room that succeeded may be used again, as in the engine.
             self.reopen(room)
-        # Without the flag, a repeated message replaces the last one, as in the engine, and the room
-        # is as ready as before.
+        # Without the flag a repeated message replaces the last one, as in the engine.
         complete = before is None and len(asked) + 1 == info.required_dst_info_num
         return Judged(Verdict.READY if complete else Verdict.TAKEN)
 
@@ -245,9 +238,7 @@ def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
 
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
-    """The number of rooms in each table: dicts and sets by room; for dicts of sets, each set is
-    counted.
-    """
+    """The number of rooms in each table by name; of dicts of sets, each set is counted."""
     held = {"live": len(rooms.live), "writing": len(rooms.writing), "given_up": len(rooms.given_up)}
     for name, book in books.items():
         held[name] = (

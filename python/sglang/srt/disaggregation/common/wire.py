@@ -1,5 +1,4 @@
-"""Decode's messages to a prefill rank, parsed once into typed values; the same over both transfer
-backends.
+"""Decode's messages to a prefill rank, parsed once into typed values, for both transfer backends.
 
 docs/protocol.md has the frames. Every message except a registration begins with its room and its
 sender. The backend names decode ranks: by address over Mooncake, by agent over NIXL.
@@ -40,8 +39,7 @@ class Registration:
 class Request(Generic[Peer]):
     """A decode rank asks for the KV of a room.
 
-    name: the rank's key in the engine's tables. peer: identity for notices. info: the backend's
-    TransferInfo.
+    name: its key in the engine's tables. peer: its identity for notices. info: TransferInfo.
     """
 
     room: int
@@ -128,8 +126,8 @@ def delta_frames(
     """The frames of a request for KV, for a dummy rank or not.
 
     kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: makes the
-    frames between header and prefix. Its arguments: whether the rank is a dummy, the pages and the
-    state's indices, both int32, empty for a dummy.
+    frames between header and prefix from: is it a dummy; pages and state's indices, both int32,
+    empty for a dummy.
     """
     pages = kv_indices.astype(np.int32).tobytes()
     states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
@@ -142,9 +140,7 @@ def delta_frames(
 
 
 def check_prefix_frames(message: list[bytes]) -> None:
-    """Check what a decode worker with a radix cache appends to the engine's eight frames. Raises
-    ValueError.
-    """
+    """Check the frames after the engine's eight. Raises ValueError."""
     if len(message) != PREFIX_FRAMES:
         known = f"{PREFIX_FRAMES} frames, and parts that are known behind them"
         raise ValueError(

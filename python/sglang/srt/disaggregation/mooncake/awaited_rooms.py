@@ -14,11 +14,10 @@ class AwaitedRooms:
     """Rooms for which prefill has been asked. Changed under the lock of `Rooms`."""
 
     def __init__(self) -> None:
-        # By room, the metadata buffers named to prefill: several if the room was reused before the
-        # writers of its first request had ended.
+        # By room, the buffers named to prefill: several if a request with late writers had the
+        # room.
         self.asked: dict[int, set[int | None]] = {}
-        # By room: prefill ranks that write no more; ranks that reported only a failure; and answers
-        # to a part of the request, by prefill rank.
+        # By room: ranks that write no more; ranks that only failed; answers by prefill rank.
         self.quiet: dict[int, set[int]] = {}
         self.failed: dict[int, set[int]] = {}
         self.told: dict[int, dict[int, str]] = {}

@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def take(manager: Any, frames: list[bytes]) -> bool:
-    """Handle metadata or the end of a transfer; returns whether the engine may handle the message
-    too.
-    """
+    """Handle metadata or an end; returns whether the engine may handle the message too."""
     if frames[0] in wire.STAGING_TO_DECODE:
         return bool(manager.takes_engine_staging(frames))
     is_aux = frames[0] == manager.AUX_DATA_HEADER

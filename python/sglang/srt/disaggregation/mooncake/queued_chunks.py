@@ -11,11 +11,9 @@ from typing import Any
 
 
 class QueuedChunks:
-    """Number and sender of the queued or written chunks of each room. Changed under the lock of
-    `Rooms`.
+    """Number and sender of each room's queued chunks. Changed under the lock of `Rooms`.
 
-    answers: to a part of decode's request, see `MessagePart`, by room. writers: ids of the transfer
-    threads.
+    answers: to a part of decode's request, see `MessagePart`, by room. writers: transfer threads.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""Decode's request for KV over Mooncake, with the prefix it holds. `conn.py` puts it before the
-engine's.
+"""Decode's request for KV over Mooncake. `conn.py` puts it before the engine's.
 
 Upstream: sgl-project/sglang#24257 (merged).
 """
@@ -20,8 +19,8 @@ Base: Any = object
 class PrefixedInfo(Base):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, None if decode names none and so knows no frames of this patch set.
-    parts: of extras, by tag, see `MessagePart`. heard_until: see `Pulse`, when this was read.
+    decode_prefix_len: tokens, None without the flag. parts: see `MessagePart`, by tag. heard_until:
+    see `Pulse`.
     """
 
     decode_prefix_len: int | None = None
@@ -35,18 +34,13 @@ class PrefixedInfo(Base):
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> PrefixedInfo:
-        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache
-        appends.
-
-        Raises ValueError if the message is invalid.
-        """
+        """Wraps the engine's parser: reads the frames after its own. Raises ValueError."""
         info = super().from_zmq(msg)
         if len(msg) > 8:
             msg, info.parts = split_parts(msg)
             check_prefix_frames(msg)
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
-            # In the engine, missing frames mean a dummy. A full hit has no pages, but waits for
-            # metadata.
+            # In the engine missing frames mean a dummy, but a full hit has no pages either.
             if info.is_dummy != (msg[9] == b"1"):
                 raise ValueError("its dummy mark and its metadata index contradict each other")
         return info

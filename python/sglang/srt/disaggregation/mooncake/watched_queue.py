@@ -14,8 +14,8 @@ from typing import Any
 class WatchedQueue:
     """A transfer queue and its executor, as their one worker thread uses them.
 
-    room: whose chunk the worker is writing. prepare: whether to send a chunk. done: called with the
-    room of each finished chunk.
+    room: being written. prepare: whether to send a chunk. done: called with a finished chunk's
+    room.
     """
 
     def __init__(

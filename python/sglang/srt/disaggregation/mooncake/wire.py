@@ -1,5 +1,4 @@
-"""Messages over Mooncake's ZMQ sockets, parsed once into typed values, and a socket that passes
-only valid ones.
+"""Messages over Mooncake's ZMQ sockets, parsed into typed values, and a socket that checks them.
 
 docs/protocol.md has the frames; `common/wire.py` has those that both backends share.
 
@@ -67,7 +66,7 @@ class Metadata:
         """Raise ValueError if the write would leave the request's metadata.
 
         item_lens: bytes of each part on this worker. buffers: of the request. A part may be shorter
-        than here: it is if only one of both workers has a draft model.
+        than here, if only one of both workers has a draft model.
         """
         if not 0 <= self.part < len(item_lens):
             raise ValueError(
@@ -114,11 +113,9 @@ class End:
 
 
 class CheckedSocket:
-    """The manager's socket as its thread uses it: returns only messages that ``check`` passes on.
+    """The manager's socket for the engine's threads, which end at the first unreadable message.
 
-    The engine's threads end at the first unreadable message, and with them all requests of the
-    worker. check: gets the frames; returns False if it has handled them, raises if they are
-    unusable.
+    check: gets the frames; False if it has handled them, raises if they are unusable.
     """
 
     def __init__(self, socket: Any, check: Callable[[list[bytes]], bool]):
@@ -137,10 +134,9 @@ class CheckedSocket:
 
 
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
-    """The decode ranks to notify of a failure.
+    """The decode ranks with the flag to notify of a failure.
 
-    Not those without the flag, whose protocol stays the engine's. A dummy rank notifies nobody: its
-    notice would count as that of the writing rank.
+    A dummy rank notifies nobody: its notice would count as that of the writing rank.
     """
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
 
@@ -153,9 +149,7 @@ def say_failed(
     peers: Iterable[Peer],
     reason: str,
 ) -> None:
-    """Send decode ranks the engine's failure message of prefill's ``rank`` and, as a fourth frame,
-    the reason.
-    """
+    """Send decode ranks the engine's failure message and, as a fourth frame, the reason."""
     frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
     for peer in peers:
         try:

@@ -1,4 +1,4 @@
-"""Prefill's notifications over NIXL, parsed once into typed values. docs/protocol.md has the texts.
+"""Prefill's notifications over NIXL, parsed into typed values. docs/protocol.md has the texts.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); failures #36612
 (merged).
