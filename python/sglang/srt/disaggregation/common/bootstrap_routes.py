@@ -65,10 +65,7 @@ class RegisteredRanks:
         return len(self._said)
 
     def refusal(self, rank: Mapping[str, Any]) -> str | None:
-        """Why this rank must not register; None if it may. Logs the reason.
-
-        All ranks must have the version of the first; unpatched ranks alone work as in the engine.
-        """
+        """Why this rank must not register, logged; None if it has the version of the first one."""
         name = _name(rank)
         others = {said.get(RANK_VERSION) for other, said in self._said.items() if other != name}
         if not others or rank.get(RANK_VERSION) in others:
@@ -109,10 +106,7 @@ class RegisteredRanks:
         return all(said.get(RANK_VERSION) == DECODE_PREFIX_VERSION for said in self._said.values())
 
     def timeouts(self) -> dict[str, int]:
-        """The timeouts for decode in seconds: the longest waiting, the shortest bootstrap timeout.
-
-        If no rank reports a timeout, that of this process counts.
-        """
+        """The longest waiting and shortest bootstrap timeout in seconds; this process's if none."""
         found = {}
         for name, own in _own_timeouts().items():
             said = self.said(name)

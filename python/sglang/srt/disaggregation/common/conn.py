@@ -272,10 +272,7 @@ class CommonKVManager(engine.CommonKVManager):
         return rooms_held(self.rooms, {name: getattr(self, name, ()) for name in self.room_books})
 
     def settle(self) -> None:
-        """Called in every step of a prefill scheduler: fails queued requests that decode cancelled.
-
-        They are not polled, and decode waits for an answer.
-        """
+        """Fails queued requests that decode cancelled: nothing polls them. Called in every step."""
         self.rooms.settle()
 
     def count_transfer(
@@ -324,11 +321,9 @@ class CommonKVReceiver(DeltaReceiver, engine.CommonKVReceiver):
         """With a radix cache the socket does not block."""
         if not self.kv_mgr.has_radix:
             return super()._connect_to_bootstrap_server(bootstrap_info)
-        socket = self.kv_mgr.connect_unwaiting(
-            bootstrap_info["rank_ip"], bootstrap_info["rank_port"]
-        )
+        sock = self.kv_mgr.connect_unwaiting(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
         # The socket has its own lock.
-        return socket, nullcontext()
+        return sock, nullcontext()
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
@@ -340,10 +335,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     takes_stages = False
 
     def __init_subclass__(cls, **options) -> None:
-        """Resets the version: Ascend's server, for one, is a Mooncake server without deltas.
-
-        Except for a subclass of the same name, which is an overlay of its base.
-        """
+        """Resets the version, except in an overlay: Ascend's server is a Mooncake one."""
         super().__init_subclass__(**options)
         if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
             cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version
@@ -373,7 +365,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         return reply
 
     def _all_have_come(self) -> bool:
-        """Whether all ranks have registered. The engine counts a rank twice that registers twice."""
+        """Whether all ranks have registered; the engine may count a rank twice."""
         if not self._is_ready():
             return False
         return (

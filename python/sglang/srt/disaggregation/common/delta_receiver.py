@@ -101,7 +101,7 @@ class ReceiverState:
 
 
 def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> str | None:
-    """Why the buffer lacks ``room``'s metadata: "" while it may still arrive, None if it is there."""
+    """Why ``room``'s metadata is not in its buffer: "" while it may arrive, None if it is."""
     if in_buffer == room:
         return None
     if in_buffer == 0 and not is_overdue():
@@ -121,10 +121,8 @@ def _quarantine_s(receiver: DeltaReceiver) -> float:
     """
     manager = receiver.kv_mgr
     # Only another rank has asked prefill: use what prefill reports now.
-    known_s = (
-        receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
-    )
-    return max(manager.waiting_timeout, known_s)
+    wait_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
+    return max(manager.waiting_timeout, wait_s)
 
 
 # Placeholder: `conn.py` puts the engine's class behind this one.
@@ -163,10 +161,7 @@ class DeltaReceiver(Base):
         return ReceiverState()
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Begins the handshake without blocking the scheduler; `shake_hands` continues it.
-
-        An error fails this request only, and the next request never reuses half a handshake.
-        """
+        """Begins the handshake, which `shake_hands` continues; an error fails this request only."""
         if not self.kv_mgr.has_radix:
             super().init(prefill_dp_rank)
             return
@@ -174,7 +169,7 @@ class DeltaReceiver(Base):
         self.shake_hands()
 
     def shake_hands(self) -> None:
-        """Continue the handshake of `init` when it does not block. Backends call it at each poll."""
+        """Continue the handshake of `init` if that does not block; backends' polls call it."""
         manager, handshake = self.kv_mgr, self.state.handshake
         rank = handshake.due()
         if rank is None:
@@ -205,9 +200,8 @@ class DeltaReceiver(Base):
                 self.fail(f"prefill {self.bootstrap_addr} is gone: it was lost in the meantime")
 
     def _setup_bootstrap_infos(self) -> None:
-        """Wraps the engine's queries to the bootstrap server: with a radix cache, in a thread.
-
-        Requests that arrive meanwhile share the answers. Raises NotConnected until there are any.
+        """Wraps the engine's queries: with a radix cache in a thread. Raises NotConnected
+        meanwhile.
         """
         manager, addr, rank = self.kv_mgr, self.bootstrap_addr, self.prefill_dp_rank
         if not manager.has_radix:
@@ -248,11 +242,9 @@ class DeltaReceiver(Base):
         kv_indices: pages to be written, int32. frames: for a dummy rank or not, without extras'
         parts.
         """
-        parts = [
-            (p, body) for p in hooks.parts() if (body := p.write(self, kv_indices)) is not None
-        ]
+        parts = [(p, own) for p in hooks.parts() if (own := p.write(self, kv_indices)) is not None]
         for peer in self.bootstrap_infos or []:
-            mine = [[p.tag, *body] for p, body in parts if p.dummies or not peer["is_dummy"]]
+            mine = [[p.tag, *own] for p, own in parts if p.dummies or not peer["is_dummy"]]
             self._send_to(peer, [*frames(peer["is_dummy"]), *chain(*mine), *self.prompt])
             self.state.asked, self.state.writes_s = (
                 True,
@@ -307,10 +299,7 @@ class DeltaReceiver(Base):
         self.conclude_state = KVPoll.Failed
 
     def cancel(self) -> None:
-        """End this request and have prefill stop writing, if it understands that.
-
-        The reason has been reported before.
-        """
+        """End this request, whose reason has been reported, and have prefill stop writing."""
         if self.conclude_state is None:
             # The request failed on another rank.
             self.conclude_state = KVPoll.Failed

@@ -118,10 +118,7 @@ def names_prefix(asked: Iterable[Any]) -> bool:
 
 
 def read_decode_prefix(asked: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Decode's prefix (tokens) and delta size (pages; None if this rank sends no KV).
-
-    Raises ValueError if decode's ranks disagree.
-    """
+    """Decode's prefix (tokens) and delta (pages; None: no KV). ValueError if its ranks disagree."""
     infos = asked.values()
     prefixes = {getattr(info, "decode_prefix_len", None) or 0 for info in infos}
     sizes = {len(info.dst_kv_indices) for info in infos if not asks_for_nothing(info)}
@@ -133,10 +130,7 @@ def read_decode_prefix(asked: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int) -> int:
-    """The prefix (tokens) that decode wants left out. Raises ValueError if it is invalid.
-
-    A decode worker without the flag names none, and the engine reads its message.
-    """
+    """The prefix (tokens) to leave out, 0 without the flag. Raises ValueError if it is invalid."""
     prefix_len, num_pages = read_decode_prefix(asked)
     if prefix_len or names_prefix(asked.values()):
         if prompt_len is None:
@@ -165,11 +159,7 @@ Base: Any = object
 
 
 class DeltaSender(Base):
-    """Sender that knows which prefix decode holds, and keeps all its state in one object.
-
-    `fail`, `fail_if_refused`, `fail_if_overdue` and `poll` change state; `has_failed` and
-    `failure_reason` only report it.
-    """
+    """Sender that knows which prefix decode holds, and keeps all its state in one object."""
 
     # The engine's attribute: creation time.
     init_time: float | None = None
@@ -285,7 +275,7 @@ class DeltaSender(Base):
         return not (asked or self.conclude_state is not None or room in manager.rooms.refused)
 
     def on_failure(self) -> None:
-        """Called when the request fails here. Backends that act before the next poll override it."""
+        """Called when the request fails here; overridden to act before the next poll."""
 
     def take_reason(self, default: str = NO_REASON) -> str:
         """Mark the request failed and return the reason, recorded here or on another rank."""
@@ -294,10 +284,7 @@ class DeltaSender(Base):
         return self.state.reason or default
 
     def fail_if_refused(self) -> None:
-        """Fail if decode's request was unusable, if decode cancelled, or if the timeout is over.
-
-        This worker may have been stalled that long, and decode may have reused the pages.
-        """
+        """Fail if decode's request was unusable or cancelled, or if its timeout is over."""
         if not self.has_failed():
             reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room) or self.overdue()
             if reason is not None:

@@ -20,11 +20,7 @@ _said_at = -math.inf
 
 
 def in_background(work: Callable[[], None], name: str) -> str | None:
-    """Start ``work`` in its own thread. Returns why that fails; None if it started.
-
-    Requests name peers: clients can cause threads up to the system's limit, and the scheduler goes
-    on.
-    """
+    """Start ``work`` in a thread; returns why not, since clients can exhaust the system's limit."""
     try:
         threading.Thread(target=work, daemon=True, name=name).start()
     except RuntimeError as e:
@@ -102,7 +98,7 @@ class Connection:
 
 
 class Connections:
-    """Queries in flight or not yet registered, by prefill and DP rank. For the scheduler's thread."""
+    """Queries in flight or not yet registered, by prefill and DP rank. Scheduler's thread only."""
 
     def __init__(self) -> None:
         self._attempts: dict[tuple[str, int], Connection] = {}

@@ -97,33 +97,31 @@ class PrefillInbox(Generic[Peer]):
             else:
                 self._on_request(message)
 
-    def _on_request(self, message: Request[Peer]) -> None:
+    def _on_request(self, msg: Request[Peer]) -> None:
         """Handle a request for KV; its room may begin when all decode ranks have asked."""
-        books, room, info, word = self._books, message.room, message.info, self._backend.rank_word
+        books, room, info, word = self._books, msg.room, msg.info, self._backend.rank_word
         info.heard_until = self._worker.heard_until(info)
         asked = books.asked.get(room, {})
-        if message.name not in asked and not message.is_dummy:
-            books.end_notices.begin(room, message.peer, info.names_prefix)
-        known = message.name in books.registered
-        unfit = None if known else f"{word} {message.name!r} has not registered its memory"
+        if msg.name not in asked and not msg.is_dummy:
+            books.end_notices.begin(room, msg.peer, info.names_prefix)
+        known = msg.name in books.registered
+        unfit = None if known else f"{word} {msg.name!r} has not registered its memory"
         # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
-        if known and info.names_prefix and not message.is_dummy:
-            unfit = self._worker.unfit(message.name)
-        verdict, reason = books.rooms.on_request(
-            message, asked, unfit, self._backend.in_the_way(room)
-        )
+        if known and info.names_prefix and not msg.is_dummy:
+            unfit = self._worker.unfit(msg.name)
+        verdict, reason = books.rooms.on_request(msg, asked, unfit, self._backend.in_the_way(room))
         if verdict in (Verdict.TAKEN, Verdict.READY):
-            books.asked.setdefault(room, {})[message.name] = info
+            books.asked.setdefault(room, {})[msg.name] = info
             if verdict == Verdict.READY:
                 self._worker.update_status(room, KVPoll.WaitingForInput)
         elif verdict == Verdict.REPEATED:
             logger.error(
-                "Ignored a repeated request of decode %s %s for room %s", word, message.name, room
+                "Ignored a repeated request of decode %s %s for room %s", word, msg.name, room
             )
         elif verdict == Verdict.REFUSED:
-            self._turn_down(room, message.peer, info.names_prefix, reason)
-        elif known and (self._backend.dummies_answer or not message.is_dummy):
-            self._worker.tell_failure(room, {message.peer}, reason)
+            self._turn_down(room, msg.peer, info.names_prefix, reason)
+        elif known and (self._backend.dummies_answer or not msg.is_dummy):
+            self._worker.tell_failure(room, {msg.peer}, reason)
 
     def _turn_down(self, room: int, peer: Peer | None, names_prefix: bool, reason: str) -> None:
         """Fail a room for an unusable message. The room's request may reach this worker later."""
@@ -148,10 +146,8 @@ class PrefillInbox(Generic[Peer]):
             if answer is not None:
                 self._worker.tell_failure(room, {peer}, answer)
         else:
-            remembered, answer = self._backend.early_cancel(
-                books.rooms.refuse_request(room, GIVEN_UP)
-            )
-            self._worker.end_room(room, remembered)
+            reason, answer = self._backend.early_cancel(books.rooms.refuse_request(room, GIVEN_UP))
+            self._worker.end_room(room, reason)
             # Left by decode's request, which came before this worker's own.
             self._worker.request_status.pop(room, None)
             if can_tell:

@@ -64,7 +64,7 @@ def listen_for(name: str) -> None:
 
 
 def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
-    """For extras: check a prefill's answer and this worker's options; ValueError if incompatible."""
+    """For extras: ``check`` gets a prefill's answer and our options; ValueError: incompatible."""
     _checks.append(check)
 
 

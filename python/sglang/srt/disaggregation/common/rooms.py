@@ -82,10 +82,7 @@ class Rooms:
         self.has_met_flag = False
 
     def begin(self, room: int, sender: Any) -> bool:
-        """Assign ``room`` to an arriving request and remove the record of its end.
-
-        Returns False, and changes nothing, if another request holds the room.
-        """
+        """Assign ``room`` to an arriving request; returns False if another request holds it."""
         with self.lock:
             if self.holder(room) is not None:
                 return False
@@ -130,10 +127,7 @@ class Rooms:
         return self.ended.get(room)
 
     def refuse(self, room: int, reason: str) -> None:
-        """Record why decode's request for ``room`` is unusable, for a sender that may arrive later.
-
-        The first reason stays, unless it is a cancellation, which follows from another failure.
-        """
+        """Record for the sender why decode's request is unusable; replaces only a cancellation."""
         with self.lock:
             first = self.refused.get(room, GIVEN_UP)
             # The room has failed already, and nobody would read it.
@@ -158,10 +152,7 @@ class Rooms:
             return self.refused.pop(room, None)
 
     def give_up(self, room: int, reason: str = GIVEN_UP) -> None:
-        """Record that decode cancelled ``room``, which is live. Its pages wait for an answer.
-
-        A reason that the sender has not read stays.
-        """
+        """Record that decode cancelled a live ``room``; an unread reason stays."""
         with self.lock:
             self.refused.setdefault(room, reason)
             self.given_up.append(self.live[room])

@@ -49,9 +49,7 @@ class AwaitedRooms:
         return self.told.get(room, {}).values()
 
     def num_quiet(self, room: int, says_so: bool) -> int:
-        """How many prefill ranks write no more. says_so: whether this prefill reports that after a
-        failure.
-        """
+        """How many prefill ranks write no more; with ``says_so`` a mere failure is not enough."""
         quiet = self.quiet.get(room, set())
         return len(quiet if says_so else quiet | self.failed.get(room, set()))
 

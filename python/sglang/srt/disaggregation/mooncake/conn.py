@@ -191,7 +191,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             else:
-                frames = [
+                reply = [
                     b"%d" % room,
                     b"%d" % status,
                     b"%d" % prefill_rank,
@@ -199,7 +199,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
                 ]
                 # The engine's socket, which keeps the order of messages.
                 address = NetworkAddress(remote, dst_port)
-                self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+                self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(reply)
         except Exception:
             self.end_notices.undelivered(room, peer)
             raise
@@ -208,10 +208,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs
     ):
         """Wraps the engine's, which reports success after a failed or shortened write of state."""
-        n, m = len(prefill_state_indices), len(req.dst_state_indices)
-        if req.names_prefix and n != m:
+        ours, theirs = len(prefill_state_indices), len(req.dst_state_indices)
+        if req.names_prefix and ours != theirs:
             raise RuntimeError(
-                f"there are {n} pages of its state or window, and decode expects {m}"
+                f"there are {ours} pages of its state or window, and decode expects {theirs}"
             )
         failed = super().maybe_send_extra(req, prefill_state_indices, *args, **kwargs)
         if failed and req.names_prefix:
@@ -338,10 +338,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         self._tell(self.failure_reason())
 
     def _tell(self, reason: str) -> None:
-        """End the room here, and notify every decode rank that asked this one, once.
-
-        Queued chunks of the room are not sent.
-        """
+        """End the room, drop its queued chunks, and notify every decode rank that asked, once."""
         if self.state.reach(Phase.TOLD):
             self.kv_mgr.tell_failure(self.bootstrap_room, self.end_failed_room(reason), reason)
 
@@ -365,10 +362,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Wraps the engine's: reads decode's prefix.
-
-        A failure is reported only when no write is in flight, because its pages are freed then.
-        """
+        """Wraps the engine's: reads decode's prefix. Failed: no write is in flight."""
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self.fail_if_refused()
@@ -407,10 +401,8 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
 
 def _header(receiver: Any) -> list[bytes]:
-    manager = receiver.kv_mgr
-    return room_header(
-        receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id
-    )
+    mgr = receiver.kv_mgr
+    return room_header(receiver.bootstrap_room, mgr.local_ip, mgr.rank_port, receiver.session_id)
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
@@ -425,11 +417,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         state_indices: list[int] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md.
-
-        kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds; None sends
-        the engine's message byte for byte.
-        """
+        """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md."""
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room, aux_index)
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.state.asked = True
@@ -484,10 +472,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def _is_quiet(self) -> bool:
         # Without a prefix prefill is the engine, which reports nothing after a failure.
-        quiet = self.kv_mgr.awaited_rooms.num_quiet(
-            self.bootstrap_room, says_so=self.peer_takes_prefix
-        )
-        return quiet >= self.required_prefill_response_num
+        n = self.kv_mgr.awaited_rooms.num_quiet(self.bootstrap_room, says_so=self.peer_takes_prefix)
+        return n >= self.required_prefill_response_num
 
 
 class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):

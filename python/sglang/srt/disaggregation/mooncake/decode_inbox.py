@@ -34,16 +34,11 @@ def take(manager: Any, frames: list[bytes]) -> bool:
 
 
 def _on_metadata(manager: Any, room: int, frames: list[bytes]) -> None:
-    """Have the engine write the metadata.
-
-    It checks neither buffer nor length: with a radix cache they are checked first.
-    """
+    """Have the engine write the metadata, which it does not check."""
     if manager.has_radix:
         try:
-            metadata = wire.Metadata.read(room, frames)
-            metadata.check(
-                manager.kv_args.aux_item_lens, manager.awaited_rooms.metadata_buffers(room)
-            )
+            part = wire.Metadata.read(room, frames)
+            part.check(manager.kv_args.aux_item_lens, manager.awaited_rooms.metadata_buffers(room))
         except ValueError as e:
             logger.error("Room %s: its metadata cannot be used: %s", room, e)
             manager.fail_room(room, f"prefill's metadata cannot be used: {e}")

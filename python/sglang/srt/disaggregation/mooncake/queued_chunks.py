@@ -49,9 +49,7 @@ class QueuedChunks:
         return self._senders.get(room)
 
     def is_late(self, room: int, live: Any) -> bool:
-        """Whether this thread writes for an ended request. live: the room's present sender, if
-        any.
-        """
+        """Whether this thread writes for an ended request. live: the room's sender now."""
         if threading.get_ident() not in self.writers:
             return False
         sender = self._senders.get(room)

@@ -76,9 +76,7 @@ class WatchedQueue:
         self.queue.put(chunk)
 
     def defer(self, room: int, job: Callable[[], None]) -> bool:
-        """Have the worker run ``job`` after its chunk of ``room``; False if it is not writing
-        one.
-        """
+        """Have the worker run ``job`` after its chunk of ``room``; False if it writes none."""
         with self.lock:
             if self.room != room:
                 return False
@@ -101,8 +99,6 @@ class WatchedQueues:
         return any(watched.room == room for watched in self.all)
 
     def when_quiet(self, room: int, job: Callable[[], None]) -> None:
-        """Run ``job`` when no thread is writing a chunk of ``room``: in that thread, or here at
-        once.
-        """
+        """Run ``job`` when no thread writes ``room``: in the writing thread, or here at once."""
         if not any(watched.defer(room, job) for watched in self.all):
             job()

@@ -134,10 +134,7 @@ class CheckedSocket:
 
 
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
-    """The decode ranks with the flag to notify of a failure.
-
-    A dummy rank notifies nobody: its notice would count as that of the writing rank.
-    """
+    """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
 
 
