@@ -57,17 +57,17 @@ class RegisteredRanks:
     """
 
     def __init__(self) -> None:
-        self._said: dict[str, Mapping[str, Any]] = {}
+        self._ranks: dict[str, Mapping[str, Any]] = {}
         # By name, why a rank was refused; removed when the rank registers successfully.
         self._refused: dict[str, str] = {}
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._ranks)
 
     def refusal(self, rank: Mapping[str, Any]) -> str | None:
         """Why this rank must not register, logged; None if it has the version of the first one."""
         name = _name(rank)
-        others = {said.get(RANK_VERSION) for other, said in self._said.items() if other != name}
+        others = {reg.get(RANK_VERSION) for other, reg in self._ranks.items() if other != name}
         if not others or rank.get(RANK_VERSION) in others:
             return None
         self._refused[name] = (
@@ -83,7 +83,7 @@ class RegisteredRanks:
     def note(self, rank: Mapping[str, Any]) -> None:
         """Record the registration of an accepted rank."""
         name = _name(rank)
-        self._said[name] = rank
+        self._ranks[name] = rank
         self._refused.pop(name, None)
         if rank.get(RANK_VERSION) != DECODE_PREFIX_VERSION:
             logger.warning(
@@ -103,7 +103,7 @@ class RegisteredRanks:
     @property
     def take_prefix(self) -> bool:
         """Whether all ranks understand the decode prefix version of this process."""
-        return all(said.get(RANK_VERSION) == DECODE_PREFIX_VERSION for said in self._said.values())
+        return all(reg.get(RANK_VERSION) == DECODE_PREFIX_VERSION for reg in self._ranks.values())
 
     def timeouts(self) -> dict[str, int]:
         """The longest waiting and shortest bootstrap timeout in seconds; this process's if none."""
@@ -115,7 +115,7 @@ class RegisteredRanks:
 
     def said(self, name: str) -> list[Any]:
         """Each rank's value of ``name``."""
-        return [rank.get(name) for rank in self._said.values()]
+        return [rank.get(name) for rank in self._ranks.values()]
 
 
 def _name(rank: Mapping[str, Any]) -> str:

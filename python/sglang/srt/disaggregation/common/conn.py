@@ -1,5 +1,4 @@
-"""What all transfer backends share: which peers understand a decode prefix, and how that is found
-out.
+"""What all transfer backends share: which peers understand a decode prefix, and how to find out.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257
 (merged).
@@ -268,7 +267,7 @@ class CommonKVManager(engine.CommonKVManager):
     room_books: tuple[str, ...] = ENGINE_BOOKS
 
     def rooms_held(self) -> dict[str, int]:
-        """The number of rooms in each table; when idle, only rooms without a request here."""
+        """The number of rooms in each table; when idle, only rooms that decode alone asked for."""
         return rooms_held(self.rooms, {name: getattr(self, name, ()) for name in self.room_books})
 
     def settle(self) -> None:
@@ -335,7 +334,9 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     takes_stages = False
 
     def __init_subclass__(cls, **options) -> None:
-        """Resets the version, except in an overlay: Ascend's server is a Mooncake one."""
+        """Resets the version, except in an overlay: Ascend's server is a Mooncake one, without
+        deltas.
+        """
         super().__init_subclass__(**options)
         if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
             cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version

@@ -200,9 +200,7 @@ class DeltaReceiver(Base):
                 self.fail(f"prefill {self.bootstrap_addr} is gone: it was lost in the meantime")
 
     def _setup_bootstrap_infos(self) -> None:
-        """Wraps the engine's queries: with a radix cache in a thread. Raises NotConnected
-        meanwhile.
-        """
+        """Wraps the engine's queries, which a thread makes. Raises NotConnected meanwhile."""
         manager, addr, rank = self.kv_mgr, self.bootstrap_addr, self.prefill_dp_rank
         if not manager.has_radix:
             super()._setup_bootstrap_infos()
@@ -239,8 +237,8 @@ class DeltaReceiver(Base):
     ) -> frozenset[bytes]:
         """Ask every prefill rank for KV; returns the tags that they answer. Raises NotTaken.
 
-        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without extras'
-        parts.
+        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without
+        `MessagePart`.
         """
         parts = [(p, own) for p in hooks.parts() if (own := p.write(self, kv_indices)) is not None]
         for peer in self.bootstrap_infos or []:

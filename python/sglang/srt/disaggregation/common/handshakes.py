@@ -20,7 +20,7 @@ _said_at = -math.inf
 
 
 def in_background(work: Callable[[], None], name: str) -> str | None:
-    """Start ``work`` in a thread; returns why not, since clients can exhaust the system's limit."""
+    """Start ``work`` in a thread. Returns the error, as clients can exhaust the system's limit."""
     try:
         threading.Thread(target=work, daemon=True, name=name).start()
     except RuntimeError as e:

@@ -64,7 +64,7 @@ def listen_for(name: str) -> None:
 
 
 def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
-    """For extras: ``check`` gets a prefill's answer and our options; ValueError: incompatible."""
+    """For extras: ``check(answer, options)`` raises ValueError for an incompatible prefill."""
     _checks.append(check)
 
 

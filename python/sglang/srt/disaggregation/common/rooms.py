@@ -130,7 +130,7 @@ class Rooms:
         """Record for the sender why decode's request is unusable; replaces only a cancellation."""
         with self.lock:
             first = self.refused.get(room, GIVEN_UP)
-            # The room has failed already, and nobody would read it.
+            # If the room has failed already, nobody would read it.
             if self.failure(room) is None:
                 remember(
                     self.refused,
@@ -163,8 +163,7 @@ class Rooms:
         """Judge a decode rank's request for KV.
 
         asked: decode ranks' requests for this room, by name. unfit: why this rank's memory cannot
-        be written; another worker's room goes on. in_the_way: what of an earlier request blocks the
-        room.
+        be written; another worker's room goes on. in_the_way: what earlier request blocks the room.
         """
         room, info = message.room, message.info
         with self.lock:

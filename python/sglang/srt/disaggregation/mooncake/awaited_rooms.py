@@ -14,8 +14,7 @@ class AwaitedRooms:
     """Rooms for which prefill has been asked. Changed under the lock of `Rooms`."""
 
     def __init__(self) -> None:
-        # By room, the buffers named to prefill: several if a request with late writers had the
-        # room.
+        # By room, the buffers named to prefill: several while an earlier request has late writers.
         self.asked: dict[int, set[int | None]] = {}
         # By room: ranks that write no more; ranks that only failed; answers by prefill rank.
         self.quiet: dict[int, set[int]] = {}

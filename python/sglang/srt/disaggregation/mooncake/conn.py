@@ -292,7 +292,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.watched_queues.when_quiet(room, tell)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """Wraps the engine's, which iterates over the scheduler's tables."""
+        """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             super()._handle_node_failure(failed_bootstrap_addr)
             return
@@ -362,7 +362,9 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Wraps the engine's: reads decode's prefix. Failed: no write is in flight."""
+        """Wraps the engine's: reads decode's prefix. Returns Failed only when no write is in
+        flight.
+        """
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self.fail_if_refused()

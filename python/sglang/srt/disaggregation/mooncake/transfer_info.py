@@ -19,8 +19,7 @@ Base: Any = object
 class PrefixedInfo(Base):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, None without the flag. parts: see `MessagePart`, by tag. heard_until:
-    see `Pulse`.
+    decode_prefix_len: tokens, None without the flag. parts, heard_until: `MessagePart`, `Pulse`.
     """
 
     decode_prefix_len: int | None = None

@@ -14,8 +14,7 @@ from typing import Any
 class WatchedQueue:
     """A transfer queue and its executor, as their one worker thread uses them.
 
-    room: being written. prepare: whether to send a chunk. done: called with a finished chunk's
-    room.
+    room: being written. prepare: whether to send a chunk. done: called with each finished room.
     """
 
     def __init__(

@@ -306,7 +306,7 @@ class NixlKVManager(engine.NixlKVManager):
         self.unsettled = [sender for sender in self.unsettled if not sender.settle()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """Wraps the engine's, which iterates over the scheduler's tables."""
+        """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             return super()._handle_node_failure(failed_bootstrap_addr)
         for room in self.lose_prefill(failed_bootstrap_addr):
