@@ -334,9 +334,7 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     takes_stages = False
 
     def __init_subclass__(cls, **options) -> None:
-        """Resets the version, except in an overlay: Ascend's server is a Mooncake one, without
-        deltas.
-        """
+        """Resets the version, except in an overlay: Ascend's Mooncake server has no deltas."""
         super().__init_subclass__(**options)
         if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
             cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version

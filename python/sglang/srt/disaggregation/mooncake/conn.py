@@ -362,9 +362,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Wraps the engine's: reads decode's prefix. Returns Failed only when no write is in
-        flight.
-        """
+        """Wraps the engine's: reads decode's prefix. Failed is returned after the last write."""
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self.fail_if_refused()
