@@ -46,9 +46,8 @@ def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
         )
 
     def in_queue(rid: str) -> SimpleNamespace:
-        lose = lambda reason: None  # noqa: E731
         receiver = SimpleNamespace(abort=lambda: aborted.append(rid), peer_takes_prefix=True)
-        return SimpleNamespace(req=req(rid), kv_receiver=receiver, lose=lose, phase=Phase.ASKED)
+        return SimpleNamespace(req=req(rid), kv_receiver=receiver, mark_failed=bool, phase=Phase.ASKED)
 
     scheduler = object.__new__(Scheduler)
     scheduler.disaggregation_mode, scheduler.tree_cache = mode, object.__new__(DecodeRadixCache)

@@ -12,9 +12,9 @@ __all__ = ["remember"]
 
 
 def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
-    """Put an entry into a book of at most ``most``, as its newest. The oldest is forgotten first."""
+    """Add an entry as the newest of at most ``most``, removing the oldest."""
     book.pop(key, None)
     book[key] = value
     while len(book) > most:
-        # The first key of a dict is found by a walk over all that were deleted before it.
+        # `popitem` is O(1); finding a dict's first key walks over all deleted entries.
         book.popitem(last=False)

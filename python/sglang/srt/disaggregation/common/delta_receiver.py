@@ -1,9 +1,9 @@
-"""A request's transfer on a decode rank: shaking hands, asked for, given up, over.
+"""A request's transfer on a decode rank: handshake, request for KV, cancellation, end.
 
-`DeltaReceiver` is what the backends' receivers have in common. `conn.py` puts it before the engine's.
+`conn.py` puts `DeltaReceiver`, which all backends share, before the engine's receiver.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release (#35049, #35360,
-merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release
+(#35049, #35360, merged).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sglang.srt.disaggregation.decode_radix import hooks
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two attempts to tell a prefill, which takes no messages, that a request is given up.
+# Seconds between two attempts to report a cancellation to a prefill that takes no messages.
 TELL_AGAIN_S = 2.0
 
 
 @dataclasses.dataclass
 class ReceiverState:
-    """What a decode rank knows of one transfer beside the engine's `conclude_state`, which says how it ended.
+    """A decode rank's view of one transfer. The engine's `conclude_state` has its outcome.
 
-    handshake: with prefill. asked: whether prefill may know where to write. writes_s: seconds for which it may then, 0
-    where it has not told that. given_up_at: by the monotonic clock, 0 before. untold: prefill ranks that have still to
-    be told so, and told_at, when that was last tried. over: whether nobody writes for it any more. complained: whether
-    the log has why one could not be told.
+    handshake: with prefill. asked: whether prefill may know where to write. writes_s: seconds for
+    which prefill may write, 0 if unreported. given_up_at: monotonic time of the cancellation, 0
+    before. untold: prefill ranks not yet notified of it; told_at: the last attempt. over: whether
+    no prefill rank writes any more. complained: whether a failed notification has been logged.
     """
 
     handshake: Handshake = dataclasses.field(default_factory=Handshake)
@@ -52,13 +52,13 @@ class ReceiverState:
     complained: bool = False
 
     def tell(self, room: int, send: Callable[[dict], None]) -> None:
-        """Tell the prefill ranks that have not been told, as far as they take messages."""
+        """Notify the remaining prefill ranks; a rank that takes no message stays in the list."""
         untold, self.untold, self.told_at = self.untold, [], time.monotonic()
         for peer in untold:
             try:
                 send(peer)
             except Exception as e:
-                # What could not be sent on a socket that was being closed is sent on a new one the next time.
+                # The next attempt replaces a socket that was being closed.
                 quiet = self.complained or isinstance(e, NotTaken)
                 self.complained |= not quiet
                 level = logging.DEBUG if quiet else logging.WARNING
@@ -66,25 +66,32 @@ class ReceiverState:
                 self.untold.append(peer)
 
     def await_writers(
-        self, room: int, addr: str, timeout_s: float, send: Callable[[dict], None], nobody_writes: Callable[[], bool]
+        self,
+        room: int,
+        addr: str,
+        timeout_s: float,
+        send: Callable[[dict], None],
+        nobody_writes: Callable[[], bool],
     ) -> bool:
-        """Whether no prefill rank writes for it any more, or had as long as a transfer may take.
+        """Whether no prefill rank writes any more, or the longest time for a transfer has passed.
 
-        send: tells one that the request is given up. nobody_writes: whether all that might have said so, or are gone.
+        send: cancels at one rank. nobody_writes: whether all writers reported their end or are
+        lost.
         """
-        # Even if it could not be cancelled.
+        # Also if the request could not be cancelled.
         self.given_up_at = self.given_up_at or time.monotonic()
         try:
             if self.untold and time.monotonic() - self.told_at >= TELL_AGAIN_S:
                 self.tell(room, send)
             done = nobody_writes()
         except Exception:
-            # Then time says.
+            # Wait for the timeout.
             logger.exception("Room %s: whether prefill still writes for it", room)
             done = False
         if not done and time.monotonic() - self.given_up_at > timeout_s:
             logger.warning(
-                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: pages are reused.",
+                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: "
+                "pages are reused.",
                 room,
                 timeout_s,
                 addr,
@@ -94,53 +101,54 @@ class ReceiverState:
 
 
 def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> str | None:
-    """What is wrong with a metadata buffer that should hold that of ``room``; empty while it may yet come.
-
-    None where all is well.
-    """
+    """Why ``room``'s metadata is not in its buffer: "" while it may arrive, None if it is."""
     if in_buffer == room:
         return None
     if in_buffer == 0 and not is_overdue():
         return ""
-    return f"its metadata buffer holds that of room {in_buffer}" if in_buffer else "its metadata has not come"
+    return (
+        f"its metadata buffer holds that of room {in_buffer}"
+        if in_buffer
+        else "its metadata has not come"
+    )
 
 
 def _quarantine_s(receiver: DeltaReceiver) -> float:
-    """Seconds after which prefill begins no write for a request that has been given up, whatever it has heard.
+    """Seconds after which prefill begins no write for a cancelled request, even unanswered.
 
-    Its own time-out, which began before that, where it had told that when it was asked: another may have its address
-    since. And never less than this worker's.
+    It is the timeout that prefill reported when asked, as another prefill may have its address by
+    now, and at least this worker's own.
     """
     manager = receiver.kv_mgr
-    # Asked by another rank only, it goes by what is told now.
-    told_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
-    return max(manager.waiting_timeout, told_s)
+    # Only another rank has asked prefill: use what prefill reports now.
+    wait_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
+    return max(manager.waiting_timeout, wait_s)
 
 
-# The engine's class comes behind.
+# Placeholder: `conn.py` puts the engine's class behind this one.
 Base: Any = object
 
 
 class DeltaReceiver(Base):
     """Receiver that knows whether its prefill understands a prefix."""
 
-    # Whether this backend's send_metadata takes decode_prefix_len.
+    # Whether the backend's send_metadata takes decode_prefix_len.
     carries_prefix = False
-    # When prefill was asked: the engine's.
+    # The engine's attribute: when prefill was asked.
     init_time: float | None = None
-    # The room in the request's metadata buffer, 0 while nothing has been written since its admission.
+    # The room in the request's metadata buffer, 0 until something is written after admission.
     metadata_room: Callable[[], int] | None = None
-    # Whether the queue keeps a failed request's pages until `writers_done`. The engine's own queue does not ask.
+    # Whether the queue keeps a failed request's pages until `writers_done`; not in the engine.
     fenced = False
     quarantine_s = property(_quarantine_s)
-    # What the engine knows only after the handshake. A request may be lost before, and nobody writes for it then.
+    # The engine sets these in the handshake. Until then nobody writes.
     bootstrap_infos: list[dict] | None = None
     required_prefill_response_num = 0
-    # The frames by which prefill compares the request's prompt with its own, where it does.
+    # The frames by which prefill compares the request's prompt with its own, if it does.
     prompt: tuple[bytes, ...] = ()
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
-        """Notes when it was made, and forgets what an earlier request has left of its room."""
+        """Notes its creation time, and removes what an earlier request left in the room."""
         self.made_at = time.monotonic()
         if mgr.has_radix:
             mgr.request_status.pop(bootstrap_room, None)
@@ -149,16 +157,11 @@ class DeltaReceiver(Base):
 
     @cached_property
     def state(self) -> ReceiverState:
-        """Where the transfer is; how it ended is in the engine's `conclude_state`."""
+        """The progress of the transfer; the engine's `conclude_state` has its outcome."""
         return ReceiverState()
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Begins the handshake; the scheduler does not wait for it: `shake_hands` goes on with it.
-
-        An error fails this request only, and a prefill that is lost is not shaken hands with.
-
-        Half a handshake must not be taken for a whole one by the next request.
-        """
+        """Begins the handshake, which `shake_hands` continues; an error fails this request only."""
         if not self.kv_mgr.has_radix:
             super().init(prefill_dp_rank)
             return
@@ -166,7 +169,7 @@ class DeltaReceiver(Base):
         self.shake_hands()
 
     def shake_hands(self) -> None:
-        """Make the handshake that `init` began, once that takes no waiting. Backends call it at each poll."""
+        """Continue the handshake of `init` if that does not block; backends' polls call it."""
         manager, handshake = self.kv_mgr, self.state.handshake
         rank = handshake.due()
         if rank is None:
@@ -174,7 +177,7 @@ class DeltaReceiver(Base):
         handshake.dp_rank = None
         status = manager.request_status.get(self.bootstrap_room, KVPoll.Failed)
         if handshake.connection is not None and KVPoll.Failed in (self.conclude_state, status):
-            # It has failed meanwhile.
+            # The request has failed meanwhile.
             return
         try:
             super().init(rank)
@@ -183,20 +186,21 @@ class DeltaReceiver(Base):
             return
         except Exception as e:
             if not isinstance(e, ConnectionError):
-                logger.exception("Handshake of room %s with prefill %s", self.bootstrap_room, self.bootstrap_addr)
+                logger.exception(
+                    "Handshake of room %s with prefill %s", self.bootstrap_room, self.bootstrap_addr
+                )
             manager.forget_connections(self.bootstrap_addr)
-            self.fail(f"the handshake with prefill {self.bootstrap_addr} failed: {type(e).__name__}: {e}")
+            self.fail(
+                f"the handshake with prefill {self.bootstrap_addr} failed: {type(e).__name__}: {e}"
+            )
         if self.bootstrap_addr not in manager.prefill_info_table:
-            # Lost in the meantime.
+            # Prefill was lost during the handshake.
             manager.forget_connections(self.bootstrap_addr)
             if self.conclude_state == KVPoll.Failed:
                 self.fail(f"prefill {self.bootstrap_addr} is gone: it was lost in the meantime")
 
     def _setup_bootstrap_infos(self) -> None:
-        """Wraps the engine's questions to the bootstrap server, which a thread puts with a radix cache.
-
-        Requests that come meanwhile wait for the same answers. Raises NotConnected while there are none.
-        """
+        """Wraps the engine's queries, which a thread makes. Raises NotConnected meanwhile."""
         manager, addr, rank = self.kv_mgr, self.bootstrap_addr, self.prefill_dp_rank
         if not manager.has_radix:
             super()._setup_bootstrap_infos()
@@ -216,69 +220,76 @@ class DeltaReceiver(Base):
         self.bootstrap_infos = [info for infos in known for info in infos]
 
     def failure(self) -> Exception:
-        """Why this request failed, as the error to raise. To ask changes nothing."""
+        """The error of a failed request. Changes nothing."""
         return RuntimeError(self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON))
 
     def failure_exception(self) -> None:
-        """Replaces the engine's, which does not say what failed."""
+        """Replaces the engine's, which does not report the cause."""
         raise RuntimeError(self.kv_mgr.take_reason(self.bootstrap_room))
 
     @property
     def peer_takes_prefix(self) -> bool:
-        """Whether a prefix may be named to this request's prefill."""
+        """Whether the request may name a prefix to its prefill."""
         return self.carries_prefix and self.kv_mgr.prefills.of(self.bootstrap_addr).takes_prefix
 
     def send_requests(
         self, kv_indices: npt.NDArray[np.int32], frames: Callable[[bool], list[bytes]]
     ) -> frozenset[bytes]:
-        """Send every prefill rank the request for KV; returns the tags of what it answers. Raises NotTaken.
+        """Ask every prefill rank for KV; returns the tags that they answer. Raises NotTaken.
 
-        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without parts of extras.
+        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without
+        `MessagePart`.
         """
-        written = [(part, more) for part in hooks.parts() if (more := part.write(self, kv_indices)) is not None]
+        parts = [(p, own) for p in hooks.parts() if (own := p.write(self, kv_indices)) is not None]
         for peer in self.bootstrap_infos or []:
-            mine = [[part.tag, *more] for part, more in written if part.dummies or not peer["is_dummy"]]
+            mine = [[p.tag, *own] for p, own in parts if p.dummies or not peer["is_dummy"]]
             self._send_to(peer, [*frames(peer["is_dummy"]), *chain(*mine), *self.prompt])
-            self.state.asked, self.state.writes_s = True, self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
-        return frozenset(part.tag for part, _ in written if part.answer is not None)
+            self.state.asked, self.state.writes_s = (
+                True,
+                self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout,
+            )
+        return frozenset(p.tag for p, _ in parts if p.answer is not None)
 
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
 
     def _notice(self, kind: bytes) -> list[bytes]:
-        """The frames of a notice of this kind. Backends that have notices override it."""
+        """The frames of a notice of this kind; backends with notices override it."""
         raise NotImplementedError
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
-        """Send a prefill rank a message, or raise NotTaken."""
+        """Send a prefill rank a message. Raises NotTaken."""
         socket, lock = self._connect_to_bootstrap_server(peer)
         with lock:
             socket.send_multipart(frames)
 
     def answers(self, tag: bytes) -> Iterable[str]:
-        """What prefill ranks have answered to a part of the request, see `MessagePart`. Backends override it."""
+        """The answers to a part of the request, see `MessagePart`. Backends override it."""
         return ()
 
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
-        """``state``, but success only when its own metadata is in its buffer.
+        """``state``; success only once the request's own metadata is in its buffer.
 
-        Ranks that see the notification before the data would otherwise commit in different steps; and what another
-        request's late writer left in the buffer must fail the request on all ranks, not only where it landed.
+        A rank may see the notification before the data, and ranks would commit in different steps.
+        If another request's late write is in the buffer, the request must fail on all ranks.
         """
         if state != KVPoll.Success:
             return state
         manager, room = self.kv_mgr, self.bootstrap_room
         in_buffer = room if self.metadata_room is None else self.metadata_room()
-        wrong = what_landed(in_buffer, room, self._is_overdue)
-        if wrong == "":
+        problem = what_landed(in_buffer, room, self._is_overdue)
+        if problem == "":
             return KVPoll.Transferring
-        if wrong is not None:
-            manager.record_failure(room, wrong)
+        if problem is not None:
+            manager.record_failure(room, problem)
             return KVPoll.Failed
         return KVPoll.Success
 
     def _is_overdue(self) -> bool:
-        return self.init_time is not None and time.time() - self.init_time >= self.kv_mgr.waiting_timeout
+        return (
+            self.init_time is not None
+            and time.time() - self.init_time >= self.kv_mgr.waiting_timeout
+        )
 
     def fail(self, reason: str) -> None:
         """Fail this request for ``reason``; the queues see it at its next poll."""
@@ -286,17 +297,14 @@ class DeltaReceiver(Base):
         self.conclude_state = KVPoll.Failed
 
     def cancel(self) -> None:
-        """End this request and tell prefill, where it understands that, to write no more for it.
-
-        Why it ended has been told by now.
-        """
+        """End this request, whose reason has been reported, and have prefill stop writing."""
         if self.conclude_state is None:
-            # Failed on another rank.
+            # The request failed on another rank.
             self.conclude_state = KVPoll.Failed
         self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
         self.state.given_up_at = time.monotonic()
         if not self.fenced:
-            # Prefill was never asked for anything: there are no writers to wait for.
+            # Prefill was never asked: there are no writers.
             self.end()
         if self.peer_takes_prefix:
             self.state.untold, self.state.told_at = self._writers(), time.monotonic()
@@ -306,44 +314,48 @@ class DeltaReceiver(Base):
         self._send_to(peer, self._notice(CANCEL))
 
     def writers_done(self) -> bool:
-        """Whether every prefill rank has finished, has given up, is gone, or had as long as a transfer may take.
+        """Whether every prefill rank has finished, cancelled, is lost or exceeded its timeout.
 
-        Once True it stays so: the ranks of a TP group find out in different steps, and act when all have.
+        It stays True: the TP ranks find out in different steps and act when all have.
         """
         state = self.state
         if not state.over and state.await_writers(
-            self.bootstrap_room, self.bootstrap_addr, self.quarantine_s, self._cancel_at, self._nobody_writes
+            self.bootstrap_room,
+            self.bootstrap_addr,
+            self.quarantine_s,
+            self._cancel_at,
+            self._nobody_writes,
         ):
             state.over = True
             self.end()
         return state.over
 
     def _nobody_writes(self) -> bool:
-        # Failed on another rank only, this rank's part may well have arrived in full.
+        # If the request failed only on another rank, all data may have arrived here.
         if self.conclude_state == KVPoll.Success or not self.state.asked or self._is_quiet():
             return True
-        # Or nothing listens any more where their schedulers did. Silence does not say so: the writers may go on.
+        # Otherwise the processes must have ended. An unresponsive process may still write.
         ranks = [(peer["rank_ip"], peer["rank_port"]) for peer in self.bootstrap_infos or []]
         return self.kv_mgr.are_gone(ranks)
 
     def end(self) -> None:
-        """Forget the room, and the reasons that came after the first one, which nobody reads."""
+        """Remove the room, and reasons recorded after the first, which nobody reads."""
         with self.kv_mgr.rooms.lock:
             self._forget_room()
             self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def _is_quiet(self) -> bool:
-        """Whether no prefill rank writes for this request any more; a backend that cannot tell says yes."""
+        """Whether no prefill rank writes any more; a backend that cannot tell returns True."""
         return True
 
     def _forget_room(self) -> None:
-        """Forget a request that has ended. Backends that keep state of a failed one override it."""
+        """Remove an ended request; backends that keep state of a failed one override it."""
 
 
 def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
-    """What a thread does to learn the ranks of a receiver's prefill. Raises ConnectionError."""
+    """The job of the thread that queries a prefill's ranks. Raises ConnectionError."""
     manager, addr = receiver.kv_mgr, receiver.bootstrap_addr
-    # Nothing is noted of this request, which may end meanwhile; and the scheduler registers its memory.
+    # A copy: nothing is recorded of this request, and the scheduler registers the memory later.
     scout = copy.copy(receiver)
     scout.bootstrap_room, scout._register_kv_args = None, lambda: None
     prefill = manager.prefill_info_table.get(addr)
@@ -351,7 +363,9 @@ def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
     def fetch() -> None:
         super(DeltaReceiver, scout)._setup_bootstrap_infos()
         if scout.conclude_state == KVPoll.Failed:
-            raise ConnectionError("its bootstrap server does not say where its ranks listen, see the log")
+            raise ConnectionError(
+                "its bootstrap server does not say where its ranks listen, see the log"
+            )
         if manager.prefill_info_table.get(addr) is not prefill:
             manager.forget_connections(addr)
             raise ConnectionError("it was lost in the meantime")

@@ -12,47 +12,47 @@ from typing import Generic, TypeVar
 
 from sglang.srt.disaggregation.bounded import remember
 
-# Who a decode rank is: where it listens, over Mooncake, or the name of its agent, over NIXL.
+# Identity of a decode rank: its address over Mooncake, the name of its agent over NIXL.
 Peer = TypeVar("Peer", bound=Hashable)
 
-# Rooms that are remembered.
+# Number of rooms kept.
 REMEMBERED = 4096
 
 
 class EndNotices(Generic[Peer]):
-    """Each request of a decode rank with the flag gets one notice of its end: all is written, or no more will be.
+    """Ensures that each decode rank with the flag gets one notice per request: it has ended.
 
-    Decode would take a second one for that of the next request of the room, whose pages are still being written.
+    Decode would take a second one for that of the room's next request, which is still written.
     """
 
     def __init__(self) -> None:
-        # By room, whether each rank that has asked has been told; the oldest are forgotten.
+        # By room, whether each rank that asked has been notified; the oldest rooms are removed.
         self._told: OrderedDict[int, dict[Peer, bool]] = OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
-        """``peer`` asks for ``room`` and waits for a notice of its end. Without the flag it is left to the engine."""
+        """``peer`` asks for ``room`` and waits for a notice, unless it runs without the flag."""
         with self._lock:
-            told = self._told.pop(room, {})
+            sent = self._told.pop(room, {})
             # Another worker may have had that address.
-            told.pop(peer, None)
+            sent.pop(peer, None)
             if has_flag:
-                told[peer] = False
-            if told:
-                remember(self._told, room, told, REMEMBERED)
+                sent[peer] = False
+            if sent:
+                remember(self._told, room, sent, REMEMBERED)
 
     def concerns(self, room: int, peer: Peer) -> bool:
-        """Whether ``peer`` has asked for ``room``, as far as is known."""
+        """Whether ``peer`` is known to have asked for ``room``."""
         with self._lock:
             return peer in self._told.get(room, {})
 
     def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
         """Those of ``peers`` that have not been notified; the caller notifies them."""
         with self._lock:
-            told = self._told.get(room, {})
-            untold = {peer for peer in peers if not told.get(peer, False)}
-            told.update((peer, True) for peer in untold if peer in told)
-        return untold
+            sent = self._told.get(room, {})
+            due = {peer for peer in peers if not sent.get(peer, False)}
+            sent.update((peer, True) for peer in due if peer in sent)
+        return due
 
     def undelivered(self, room: int, peer: Peer) -> None:
         """The notice to ``peer`` could not be sent: it is due again."""

@@ -1,5 +1,4 @@
-"""What decode asks of a prefill's bootstrap server before it can shake hands, asked in threads: a scheduler waits for
-no peer.
+"""Decode's queries to a bootstrap server before a handshake, in threads: a scheduler never waits.
 
 Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 """
@@ -15,16 +14,13 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# A scheduler asks in each step, thousands of times a second: seconds between two lines that say why it cannot.
+# Seconds between two log lines that no thread starts: a scheduler may try in each step.
 SAY_AGAIN_S = 10.0
 _said_at = -math.inf
 
 
 def in_background(work: Callable[[], None], name: str) -> str | None:
-    """Start ``work`` in a thread of its own. Returns why that cannot be done, if so.
-
-    Requests name peers, and one of many may have as many threads as the system lets it: a scheduler goes on.
-    """
+    """Start ``work`` in a thread. Returns the error, as clients can exhaust the system's limit."""
     try:
         threading.Thread(target=work, daemon=True, name=name).start()
     except RuntimeError as e:
@@ -37,7 +33,7 @@ def in_background(work: Callable[[], None], name: str) -> str | None:
 
 
 class RankAnswers:
-    """Which DP ranks of prefills have which rooms, asked in threads: one question to each prefill at a time."""
+    """The prefill DP ranks of rooms, queried in threads: one query at a time for each prefill."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()
@@ -46,37 +42,39 @@ class RankAnswers:
     def query(
         self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]
     ) -> dict[str, int]:
-        """What is known of ``rooms``, by number in decimal digits; the rest is asked by ``question``.
+        """The known ranks of ``rooms``, by number in decimal digits; ``question`` queries the rest.
 
-        rooms: all of this prefill whose ranks are not known. What is known of others is forgotten.
+        rooms: all of this prefill with unknown rank. Answers about other rooms are removed.
         """
-        told, wanted = self._told.setdefault(addr, {}), set(map(str, rooms))
-        lacking = [room for room in rooms if str(room) not in told]
-        if lacking and addr not in self._asking:
+        ranks, wanted = self._told.setdefault(addr, {}), set(map(str, rooms))
+        missing = [room for room in rooms if str(room) not in ranks]
+        if missing and addr not in self._asking:
 
-            def put() -> None:
+            def ask() -> None:
                 try:
-                    told.update(question(addr, lacking))
+                    ranks.update(question(addr, missing))
                 except Exception:
-                    logger.exception("Prefill %s cannot say which of its DP ranks has which room", addr)
+                    logger.exception(
+                        "Prefill %s cannot say which of its DP ranks has which room", addr
+                    )
                 finally:
                     self._asking.discard(addr)
 
             self._asking.add(addr)
-            if in_background(put, "ask-dp-ranks") is not None:
+            if in_background(ask, "ask-dp-ranks") is not None:
                 self._asking.discard(addr)
-        # Looked at first: what is asked may be answered meanwhile.
-        all_told = addr not in self._asking
-        known = [(room, told.pop(room)) for room in list(told)]
-        if all_told:
+        # Read first: a query may be answered meanwhile.
+        all_known = addr not in self._asking
+        known = [(room, ranks.pop(room)) for room in list(ranks)]
+        if all_known:
             self._told.pop(addr)
         return {room: rank for room, rank in known if room in wanted}
 
 
 class Connection:
-    """One attempt to learn where the ranks of a prefill's DP rank listen, for all requests that come meanwhile.
+    """One query for the addresses of a prefill DP rank, shared by requests that arrive meanwhile.
 
-    over: it has succeeded, or failed for ``reason``. The scheduler then sends these ranks this worker's memory.
+    over: it succeeded, or failed for ``reason``. The scheduler then registers this worker's memory.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,7 @@ class Connection:
         self.reason: str | None = None
 
     def make(self, fetch: Callable[[], None]) -> None:
-        """Ask in a thread. fetch: asks, and raises if that is of no use."""
+        """Query in a thread. fetch: queries, and raises if the answer cannot be used."""
 
         def run() -> None:
             try:
@@ -94,23 +92,23 @@ class Connection:
                 self.reason = f"{type(e).__name__}: {e}"
             self.over = True
 
-        wrong = in_background(run, "ask-prefill-ranks")
-        if wrong is not None:
-            self.reason, self.over = wrong, True
+        error = in_background(run, "ask-prefill-ranks")
+        if error is not None:
+            self.reason, self.over = error, True
 
 
 class Connections:
-    """The attempts that are under way or not registered yet, by prefill and DP rank. For one thread, the scheduler."""
+    """Queries in flight or not yet registered, by prefill and DP rank. Scheduler's thread only."""
 
     def __init__(self) -> None:
         self._attempts: dict[tuple[str, int], Connection] = {}
 
     def get(self, addr: str, dp_rank: int) -> Connection | None:
-        """The attempt to join."""
+        """The query to join."""
         return self._attempts.get((addr, dp_rank))
 
     def start(self, addr: str, dp_rank: int, fetch: Callable[[], None]) -> Connection:
-        """Begin one."""
+        """Start a query."""
         attempt = self._attempts[addr, dp_rank] = Connection()
         attempt.make(fetch)
         return attempt
@@ -118,13 +116,13 @@ class Connections:
     def join(
         self, addr: str, dp_rank: int, is_known: bool, fetcher: Callable[[], Callable[[], None]]
     ) -> Connection | None:
-        """The attempt to wait for, begun if need be; None where the ranks are known, and know this worker's memory.
+        """The query to wait for, started if needed; None if the ranks know this worker's memory.
 
-        is_known: whether it is known where they listen. fetcher: makes what a thread does to learn it.
+        is_known: whether the addresses are known. fetcher: makes the thread's job.
         """
         attempt = self.get(addr, dp_rank)
         if attempt is not None and attempt.over and (attempt.reason is not None or not is_known):
-            # It is of no use any more.
+            # It failed, or its result has been removed.
             self.done(addr, dp_rank, attempt)
             attempt = None
         if attempt is None and not is_known:
@@ -132,32 +130,32 @@ class Connections:
         return attempt
 
     def done(self, addr: str, dp_rank: int, attempt: Connection) -> None:
-        """It has failed, or the ranks have been sent what they must know."""
+        """Remove a query that failed or whose ranks have been registered."""
         if self._attempts.get((addr, dp_rank)) is attempt:
             del self._attempts[addr, dp_rank]
 
 
 def known_ranks(pool: Mapping[str, list[dict]], keys: Iterable[str]) -> list[list[dict]] | None:
-    """Where the ranks of a prefill listen, as the engine keeps it by these keys; None while that is not known."""
+    """The addresses of a prefill's ranks in the engine's table; None until all are known."""
     known = [pool.get(key) for key in keys]
     return None if None in known else [infos for infos in known if infos is not None]
 
 
 def check_sizes(info: Any) -> None:
-    """Raise ValueError for what a prefill says of its parallelism, if it has no ranks by that."""
+    """Raise ValueError if a size of a prefill's parallelism is below 1."""
     for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"):
         if getattr(info, name) < 1:
             raise ValueError(f"it says that its {name} is {getattr(info, name)}")
 
 
 class NotConnected(Exception):
-    """Where the ranks of a prefill listen is being asked."""
+    """The addresses of a prefill's ranks are still being queried."""
 
 
 class Handshake:
-    """One request's handshake with the ranks of a prefill's DP rank, made when it takes no waiting.
+    """One request's handshake with a prefill's DP rank, made once it does not block.
 
-    dp_rank: with which it is still to be made. connection: the attempt to reach that which is waited for.
+    dp_rank: the rank still to connect to. connection: the query that the request waits for.
     """
 
     def __init__(self) -> None:
@@ -165,7 +163,7 @@ class Handshake:
         self.connection: Connection | None = None
 
     def due(self) -> int | None:
-        """The DP rank with which it can go on now."""
+        """The DP rank with which the handshake can continue now."""
         return None if self.connection is not None and not self.connection.over else self.dp_rank
 
     def reach(
@@ -176,10 +174,10 @@ class Handshake:
         known: Callable[[], list[list[dict]] | None],
         fetcher: Callable[[], Callable[[], None]],
     ) -> tuple[list[list[dict]], bool]:
-        """Where the ranks listen, and whether they have still to be told of this worker's memory.
+        """The ranks' addresses, and whether this worker's memory must still be registered there.
 
-        known: what is known of that. fetcher: makes what a thread does to learn it. Raises NotConnected while that is
-        under way, and ConnectionError where it was of no use.
+        known: the addresses, if known. fetcher: makes the thread's job. Raises NotConnected during
+        the query, and ConnectionError if it failed.
         """
         if self.connection is not None and self.connection.reason is not None:
             connections.done(addr, dp_rank, self.connection)

@@ -1,4 +1,4 @@
-"""Messages to workers that may not read them: nobody waits until they do.
+"""Messages to workers that may not read them: sending never blocks.
 
 Upstream: sgl-project/sglang#31144 (merged), which bounds the wait.
 """
@@ -13,7 +13,7 @@ import zmq
 
 
 class NotTaken(Exception):
-    """A peer has not read for so long that nothing more can be queued for it."""
+    """A peer has read nothing for so long that its queue is full."""
 
     def __init__(self, endpoint: str):
         super().__init__(f"{endpoint} takes no messages: it stands still, or the way to it is cut")
@@ -26,7 +26,7 @@ class UnwaitingSocket:
         self._endpoint, self._socket, self._lock = endpoint, socket, lock
 
     def send_multipart(self, frames: Sequence[Any], flags: int = 0) -> Any:
-        """Send all frames. Raises ZMQError, and `NotTaken`."""
+        """Send all frames. Raises ZMQError and `NotTaken`."""
         with self._lock:
             try:
                 return self._socket.send_multipart(frames, flags | zmq.NOBLOCK)

@@ -1,8 +1,9 @@
-"""What a prefill rank does with decode's messages about a room; the same over both transfer backends.
+"""A prefill rank's handling of decode's messages about a room, for both transfer backends.
 
-A message may come before its room's request, while that is here, or long after its end.
+A message may come before its room's request, during it, or long after its end.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); decode's cancellation #27372 (merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); decode's cancellation
+#27372 (merged).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Requ
 
 logger = logging.getLogger(__name__)
 
-# By what the backend tells decode ranks apart.
+# The backend's identity of a decode rank.
 Peer = TypeVar("Peer", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Books(Generic[Peer]):
-    """Books of a prefill rank that its inbox reads and writes, under the lock of ``rooms``.
+    """Tables of a prefill rank that its inbox reads and writes, under the lock of ``rooms``.
 
-    asked: what decode ranks have asked for, by room and name, and registered: where their memory is, by name; both are
-    the engine's. cancels: decode ranks that gave a live room up and have not been answered. end_notices: which of those
-    that asked have been told of the end.
+    asked: decode ranks' requests, by room and name; registered: their memory, by name. Both are the
+    engine's. cancels: decode ranks that cancelled a live room and wait for an answer. end_notices:
+    which ranks were notified of the end.
     """
 
     rooms: Rooms
@@ -41,14 +42,14 @@ class Books(Generic[Peer]):
 
 @dataclass(frozen=True)
 class Backend(Generic[Peer]):
-    """How backends differ in what they do with a message.
+    """How a backend treats messages.
 
-    rank_word: what a decode rank is called in errors. can_tell: whether one whose message cannot be used is to be told
-    so and can be; its second argument says whether the message is one of a decode worker with a radix cache.
-    dummies_answer: whether a dummy rank answers a request for a room that has failed. late_cancel: what to answer who
-    gives up a room that has ended, by why it failed if it did; None for nothing. early_cancel: what to remember of
-    a room that is given up before its request has come, and what to answer, by the refusal in full. in_the_way: what
-    of an earlier request of a room keeps a new one from beginning, if anything.
+    rank_word: name of a decode rank in errors. can_tell: whether to notify a rank of its unusable
+    message; second argument: whether decode has a radix cache. dummies_answer: whether a dummy rank
+    answers a request for a failed room. late_cancel: the answer to a cancellation after the room's
+    end, given the reason of a failure; None for none. early_cancel: given the refusal of a room
+    cancelled before its request arrives, the reason to keep and the answer. in_the_way: what of an
+    earlier request blocks the room; None if nothing.
     """
 
     rank_word: str
@@ -60,34 +61,34 @@ class Backend(Generic[Peer]):
 
 
 class Worker(Protocol):
-    """What a prefill's manager does for its inbox."""
+    """What the inbox needs of a prefill's manager."""
 
     request_status: dict[int, KVPoll]
 
     def heard_until(self, info: Any) -> float:
-        """What decode had said before then, by the monotonic clock, has been read. info: what it asks for."""
+        """The monotonic time up to which messages of the rank that sent ``info`` have been read."""
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Note how far a room is."""
+        """Record the progress of a room."""
 
     def end_room(self, room: int, reason: str | None = None) -> None:
-        """Note that it has ended, and why if it failed."""
+        """Record that a room has ended, and why it failed."""
 
     def tell_failure(self, room: int, peers: Iterable, reason: str) -> None:
-        """Tell decode ranks, each of them once, that a room has failed, when nothing is being written for it."""
+        """Report a failed room to decode ranks, once each, when no write is in flight."""
 
     def unfit(self, name: str) -> str | None:
-        """Why what the decode rank of this name asks for cannot be written to it; None if it can."""
+        """Why this rank cannot write to the named decode rank; None if it can."""
 
 
 class PrefillInbox(Generic[Peer]):
-    """Takes decode's messages."""
+    """Handles decode's messages."""
 
     def __init__(self, books: Books[Peer], backend: Backend[Peer], worker: Worker) -> None:
         self._books, self._backend, self._worker = books, backend, worker
 
     def take(self, message: OfRoom[Peer]) -> None:
-        """Take one message of a decode rank about one room."""
+        """Handle one message of a decode rank about one room."""
         with self._books.rooms.lock:
             if isinstance(message, Cancel):
                 self._on_cancel(message)
@@ -96,41 +97,43 @@ class PrefillInbox(Generic[Peer]):
             else:
                 self._on_request(message)
 
-    def _on_request(self, message: Request[Peer]) -> None:
-        """Take a request for KV; its room may begin when all decode ranks have asked."""
-        books, room, info, word = self._books, message.room, message.info, self._backend.rank_word
+    def _on_request(self, msg: Request[Peer]) -> None:
+        """Handle a request for KV; its room may begin when all decode ranks have asked."""
+        books, room, info, word = self._books, msg.room, msg.info, self._backend.rank_word
         info.heard_until = self._worker.heard_until(info)
         asked = books.asked.get(room, {})
-        if message.name not in asked and not message.is_dummy:
-            books.end_notices.begin(room, message.peer, info.names_prefix)
-        known = message.name in books.registered
-        unfit = None if known else f"{word} {message.name!r} has not registered its memory"
-        # A decode worker without the flag understands no refusal, and a dummy rank is sent nothing.
-        if known and info.names_prefix and not message.is_dummy:
-            unfit = self._worker.unfit(message.name)
-        verdict, reason = books.rooms.on_request(message, asked, unfit, self._backend.in_the_way(room))
+        if msg.name not in asked and not msg.is_dummy:
+            books.end_notices.begin(room, msg.peer, info.names_prefix)
+        known = msg.name in books.registered
+        unfit = None if known else f"{word} {msg.name!r} has not registered its memory"
+        # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
+        if known and info.names_prefix and not msg.is_dummy:
+            unfit = self._worker.unfit(msg.name)
+        verdict, reason = books.rooms.on_request(msg, asked, unfit, self._backend.in_the_way(room))
         if verdict in (Verdict.TAKEN, Verdict.READY):
-            books.asked.setdefault(room, {})[message.name] = info
+            books.asked.setdefault(room, {})[msg.name] = info
             if verdict == Verdict.READY:
                 self._worker.update_status(room, KVPoll.WaitingForInput)
         elif verdict == Verdict.REPEATED:
-            logger.error("Ignored a repeated request of decode %s %s for room %s", word, message.name, room)
+            logger.error(
+                "Ignored a repeated request of decode %s %s for room %s", word, msg.name, room
+            )
         elif verdict == Verdict.REFUSED:
-            self._turn_down(room, message.peer, info.names_prefix, reason)
-        elif known and (self._backend.dummies_answer or not message.is_dummy):
-            self._worker.tell_failure(room, {message.peer}, reason)
+            self._turn_down(room, msg.peer, info.names_prefix, reason)
+        elif known and (self._backend.dummies_answer or not msg.is_dummy):
+            self._worker.tell_failure(room, {msg.peer}, reason)
 
     def _turn_down(self, room: int, peer: Peer | None, names_prefix: bool, reason: str) -> None:
-        """Fail a room for a message that cannot be used. The room's request may come to this worker only later."""
+        """Fail a room for an unusable message. The room's request may reach this worker later."""
         reason = self._books.rooms.refuse_request(room, reason)
         if peer is not None and self._backend.can_tell(peer, names_prefix):
             self._books.end_notices.begin(room, peer)
             self._worker.tell_failure(room, {peer}, reason)
 
     def _on_cancel(self, message: Cancel[Peer]) -> None:
-        """Decode gave a room up and keeps its pages until this rank has answered, or said that all is written.
+        """Handle a cancellation. Decode keeps the pages until this rank answers or has written all.
 
-        A request that is here answers when its writes are done. One that has not come yet is refused when it comes.
+        A live request answers when its writes are done. A request that arrives later is refused.
         """
         books, room, peer = self._books, message.room, message.peer
         can_tell = self._backend.can_tell(peer, True)
@@ -143,9 +146,9 @@ class PrefillInbox(Generic[Peer]):
             if answer is not None:
                 self._worker.tell_failure(room, {peer}, answer)
         else:
-            remembered, answer = self._backend.early_cancel(books.rooms.refuse_request(room, GIVEN_UP))
-            self._worker.end_room(room, remembered)
-            # Of decode's request for it, which came before its own.
+            reason, answer = self._backend.early_cancel(books.rooms.refuse_request(room, GIVEN_UP))
+            self._worker.end_room(room, reason)
+            # Left by decode's request, which came before this worker's own.
             self._worker.request_status.pop(room, None)
             if can_tell:
                 self._worker.tell_failure(room, {peer}, answer)

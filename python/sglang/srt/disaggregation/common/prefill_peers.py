@@ -1,6 +1,6 @@
-"""What a decode worker knows of prefills: what each can do, and why one that does not answer is of no use.
+"""What a decode worker knows of prefills: their features, and why a prefill cannot be used.
 
-Asked in threads: a scheduler waits for no peer.
+Prefills are queried in threads: a scheduler waits for no peer.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on all prefills.
 """
@@ -22,22 +22,22 @@ from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a prefill that gives no usable answer is asked; as long as the engine does. And from one question to
-# the next.
+# Seconds of queries without a usable answer, as in the engine, and seconds between two queries.
 UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
-# Requests name prefills: questions that are remembered, and for how many seconds each is at least. Whom a request waits
-# for is asked again before.
+# Requests name prefills: at most so many queries are kept, each for at least so many seconds. A
+# prefill that a request waits for is queried again before that.
 MOST_ASKED, FORGOTTEN_S = 1024, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What a prefill says that it can do.
+    """The features that a prefill reports.
 
-    version: of the decode prefix that it understands, 0 for none. prompts: it compares digests of prompts.
-    waiting_timeout, bootstrap_timeout: seconds for which it may write for a request that it has been asked for, and for
-    which it leaves one of which decode does not speak; 0 where it does not say. all_cp_ranks: whether all of its
-    context-parallel ranks send; None without such ranks, or where it does not say. others: see `listen_for`.
+    version: of the decode prefix, 0 for none. prompts: whether it compares digests of prompts.
+    waiting_timeout: seconds for which it may write for a request. bootstrap_timeout: seconds for
+    which it keeps a request that decode never mentions. Both are 0 if not reported. all_cp_ranks:
+    whether all its context-parallel ranks send; None without any or if not reported. others: see
+    `listen_for`.
     """
 
     version: int = 0
@@ -49,7 +49,7 @@ class Capabilities:
 
     @property
     def takes_prefix(self) -> bool:
-        """Whether a prefix may be named to it."""
+        """Whether it may be sent a prefix."""
         return self.version == DECODE_PREFIX_VERSION
 
 
@@ -59,18 +59,17 @@ _checks: list[Callable[[Mapping[str, Any], Any], None]] = []
 
 
 def listen_for(name: str) -> None:
-    """Have `Capabilities.others` say what prefills answer under ``name``, if that is not no: for extras."""
+    """For extras: have `Capabilities.others` keep a prefill's answer for ``name`` unless false."""
     _others.add(name)
 
 
 def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
-    """Have ``check`` called with a prefill's answer and this worker's options: it raises ValueError where that prefill
-    is of no use, which asking again does not mend. For extras."""
+    """For extras: ``check(answer, options)`` raises ValueError for an incompatible prefill."""
     _checks.append(check)
 
 
 def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
-    """What a prefill's answer says. Raises KeyError, TypeError or ValueError for what is no answer."""
+    """Parse a prefill's answer. Raises KeyError, TypeError or ValueError if it is malformed."""
     version = int(answer["version"])
     takes = version == DECODE_PREFIX_VERSION
 
@@ -78,30 +77,31 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
         return takes and bool(answer.get(name))
 
     def number(name: str) -> int:
-        said = answer.get(name) if takes else 0
-        return said if type(said) is int and said > 0 else 0
+        value = answer.get(name) if takes else 0
+        return value if type(value) is int and value > 0 else 0
 
-    waits = number("waiting_timeout"), number("bootstrap_timeout")
-    # Whatever its version, which is 0 where all send.
+    timeouts = number("waiting_timeout"), number("bootstrap_timeout")
+    # Independent of the version, which is 0 if all ranks send.
     all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
     prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
-    return Capabilities(version, prompts, *waits, all_cp_ranks, others)
+    return Capabilities(version, prompts, *timeouts, all_cp_ranks, others)
 
 
 def check_cp_ranks(theirs: Capabilities) -> None:
-    """Raise ValueError where a prefill's context-parallel ranks do not all send, or wait, as this worker has it."""
+    """Raise ValueError if other context-parallel ranks of prefill send than this worker expects."""
     ours = envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
     if theirs.all_cp_ranks is not None and theirs.all_cp_ranks != ours:
-        # Those that are not asked would wait for ever, or this worker for those that send nothing.
+        # Unasked ranks would wait for ever, or this worker for ranks that send nothing.
         raise ValueError(
-            f"of its context-parallel ranks, {'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this "
-            f"decode worker asks {'all' if ours else 'the first'}. Give both the same "
+            "of its context-parallel ranks, "
+            f"{'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this decode "
+            f"worker asks {'all' if ours else 'the first'}. Give both the same "
             "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
         )
 
 
 def check_tp_sizes(theirs: int, ours: int, what: str | None) -> None:
-    """Raise ValueError where a prefill of another TP size cannot be used, since ``what`` would have to be cut."""
+    """Raise ValueError if ``what`` would have to be sliced for a prefill of another TP size."""
     if what is not None:
         raise ValueError(
             f"it has TP size {theirs} and this decode worker {ours}; the {what} of this "
@@ -110,15 +110,15 @@ def check_tp_sizes(theirs: int, ours: int, what: str | None) -> None:
 
 
 class NotTrusted(requests.RequestException):
-    """A prefill does not answer this worker, or not in a way that can be believed."""
+    """A prefill does not accept this worker, or its answer cannot be verified."""
 
 
 class PrefillPeers:
     """The prefills of a decode worker with a radix cache.
 
-    server_args: this worker's. met: told of each that takes a prefix, once hands have been shaken. shake: the engine's
-    own questions to a prefill; whether they have been answered. get: asks it one of ours. asked: told of each time a
-    prefill has been asked, and whether it has answered.
+    server_args: this worker's. met: called after each handshake with a prefill that takes a prefix.
+    shake: makes the engine's queries, returns whether they were answered. get: makes our query.
+    asked: called after each query of a prefill, with whether it was answered.
     """
 
     def __init__(
@@ -129,12 +129,18 @@ class PrefillPeers:
         get: Callable[..., requests.Response] = requests.get,
         asked: Callable[[str, bool], object] = lambda addr, answered: None,
     ) -> None:
-        self._server_args, self._met, self._shake, self._get, self._asked = server_args, met, shake, get, asked
-        # Of those with which hands have been shaken, and for whose requests they say how to go on. For good, some 300
-        # bytes each: one that is lost may still write for requests that go by this, and one in use is not asked again.
+        self._args, self._met, self._shake, self._get, self._asked = (
+            server_args,
+            met,
+            shake,
+            get,
+            asked,
+        )
+        # By address, after a handshake. Never removed, 300 bytes each: a lost prefill may still
+        # write for requests that depend on this, and a prefill in use is not queried again.
         self.capabilities: dict[str, Capabilities] = {}
-        # Questions that are under way, and when each prefill was last asked, the latest last; and when and why one
-        # turned out to be of no use.
+        # Queries in flight; when prefills were last queried, latest last, and found unusable, and
+        # why.
         self._asking: set[str] = set()
         self._asked_at: OrderedDict[str, float] = OrderedDict()
         self._unusable: dict[str, tuple[float, str]] = {}
@@ -144,7 +150,7 @@ class PrefillPeers:
         return self.capabilities.get(addr, UNKNOWN)
 
     def query(self, addr: str) -> None:
-        """Have a prefill asked what it can do, unless it has been of late. `why_unreached` says what becomes of it."""
+        """Query a prefill's features unless done recently. `why_unreached` reports the result."""
         now = time.monotonic()
         if addr not in self._asking and now - self._asked_at.get(addr, -math.inf) >= ASK_AGAIN_S:
             self._asked_at[addr] = now
@@ -155,20 +161,20 @@ class PrefillPeers:
             self._forget_oldest(now)
 
     def _forget_oldest(self, now: float) -> None:
-        """Forget what came of old questions. Not of those under way, of which more is still to be noted."""
+        """Remove results of old queries, except of those in flight."""
         while len(self._asked_at) > MOST_ASKED:
             addr, at = next(iter(self._asked_at.items()))
             if addr in self._asking or now - at < FORGOTTEN_S:
                 return
-            for book in (self._asked_at, self._unusable):
-                book.pop(addr, None)
+            for table in (self._asked_at, self._unusable):
+                table.pop(addr, None)
 
     def _query(self, addr: str) -> None:
-        """Put the engine's questions and one more to a prefill, and note why it is of no use if it is not."""
+        """Make the engine's queries and ours, and record why the prefill cannot be used."""
         now = time.monotonic()
         known = addr in self.capabilities
         try:
-            # First, since with the engine's answer requests go on.
+            # First: requests go on once the engine's queries are answered.
             version = self.ask_for_prefix(addr)
             answered = version is not None and self._shake(addr)
             known = known or answered
@@ -177,11 +183,14 @@ class PrefillPeers:
                 self._warn(addr, version)
         except Exception as e:
             logger.exception("Prefill %s cannot be used", addr)
-            # A client is told it, in JSON: a lone surrogate of prefill's would end that.
-            self._unusable[addr] = (now, f"{type(e).__name__}: {e}".encode(errors="replace").decode())
+            # A client gets this as JSON, in which a lone surrogate would fail.
+            self._unusable[addr] = (
+                now,
+                f"{type(e).__name__}: {e}".encode(errors="replace").decode(),
+            )
         finally:
             if not known:
-                # No request goes on with it. Any server may have answered that it knows no such route.
+                # No request uses it. Any server may have answered 404.
                 self.capabilities.pop(addr, None)
             self._asking.discard(addr)
 
@@ -189,7 +198,8 @@ class PrefillPeers:
         if version != DECODE_PREFIX_VERSION:
             logger.warning(
                 "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
-                "it will send whole prompts. Install sglang-pd-radix there to send only what is missing.",
+                "it will send whole prompts. Install sglang-pd-radix there to send only what is "
+                "missing.",
                 addr,
                 version or "none",
                 DECODE_PREFIX_VERSION,
@@ -198,11 +208,11 @@ class PrefillPeers:
         self._met(addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
-        """Which version of a decode prefix a prefill understands, 0 for none; None if it gives no answer.
+        """The decode prefix version that a prefill understands, 0 for none; None without an answer.
 
-        It is a route of its own, so that no message of the engine's protocol changes: a prefill without the patch
-        answers 404 and is then sent no prefix. Raises NotTrusted where that prefill wants nothing of this worker, and
-        ValueError where it is of no use, as where not all context-parallel ranks send that are asked.
+        It is a separate route, so that the engine's protocol stays unchanged: a prefill without the
+        patch answers 404 and gets no prefix. Raises NotTrusted if that prefill rejects this worker,
+        and ValueError if it is incompatible.
         """
         try:
             reply = self._get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
@@ -218,18 +228,22 @@ class PrefillPeers:
         except NotTrusted:
             raise
         except Exception as e:
-            logger.error("Could not ask prefill %s whether it understands a decode prefix: %s", addr, e)
+            logger.error(
+                "Could not ask prefill %s whether it understands a decode prefix: %s", addr, e
+            )
             return None
         check_cp_ranks(found)
         for check in _checks:
-            check(answer, self._server_args())
+            check(answer, self._args())
         self.capabilities[addr] = found
         return found.version
 
-    def why_unreached(self, addr: str, since: float, is_known: bool, timeout_s: float) -> str | None:
-        """Why a request that has waited for its handshake with a prefill ``since`` then need not wait any longer.
+    def why_unreached(
+        self, addr: str, since: float, is_known: bool, timeout_s: float
+    ) -> str | None:
+        """Why a handshake that has been due since ``since`` must fail; None if it may go on.
 
-        is_known: whether that prefill has answered. timeout_s: seconds that a request may wait for a handshake.
+        is_known: whether that prefill has answered. timeout_s: longest wait for a handshake.
         """
         now = time.monotonic()
         at, reason = self._unusable.get(addr, (0.0, ""))
@@ -238,5 +252,7 @@ class PrefillPeers:
         if not is_known and now - since > UNANSWERED_S:
             return f"prefill {addr} has not answered for {UNANSWERED_S} s"
         if now - since > timeout_s:
-            return f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
+            return (
+                f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
+            )
         return None

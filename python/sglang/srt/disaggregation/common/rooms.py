@@ -1,7 +1,7 @@
-"""What a prefill worker knows of rooms: which are live, which have ended and why, and what decode has said of them.
+"""A prefill worker's rooms: live or ended and why, and decode's messages about them.
 
-Decode's messages and the worker's own requests meet here in any order: a message may come before its request, or long
-after its end. All of it is kept by the engine's bootstrap_room, and both transfer backends use the same books.
+Decode's messages and the worker's own requests arrive in any order. Both transfer backends use
+these tables, keyed by the engine's bootstrap_room.
 
 Upstream: none is known for all of it; sgl-project/sglang#27372 and #36612 (merged) have parts.
 """
@@ -21,13 +21,13 @@ from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
 
 logger = logging.getLogger(__name__)
 
-# Rooms whose end is remembered, so that a message that comes too late or twice is not taken for a new request.
+# Ended rooms kept, so that a late or repeated message is not taken for a new request.
 REMEMBERED_ROOMS = 65536
 
-# What to do about two requests of one room.
+# Advice if two requests have the same room.
 OWN_ROOM = "each request needs a room of its own"
 
-# Attributes of the engine's manager with an entry for each live room, or with a set of rooms for each peer.
+# The engine manager's tables with an entry for each live room, or a set of rooms per peer.
 ENGINE_BOOKS = (
     "request_status",
     "failure_records",
@@ -39,20 +39,20 @@ ENGINE_BOOKS = (
 
 
 class Verdict(enum.Enum):
-    """What becomes of decode's request for KV."""
+    """The result of decode's request for KV."""
 
     TAKEN = enum.auto()
-    # It was the last that the room waited for: it may begin.
+    # The last rank has asked: the room may begin.
     READY = enum.auto()
-    # It cannot be right, or not be met.
+    # Invalid, or cannot be served.
     REFUSED = enum.auto()
-    # The request has failed here before decode asked for it, or is of other decode ranks, which have asked.
+    # The request has failed here already, or other decode ranks have asked for the room.
     TOO_LATE = enum.auto()
     REPEATED = enum.auto()
 
 
 class Judged(NamedTuple):
-    """A verdict, and why."""
+    """A verdict and its reason."""
 
     verdict: Verdict
     reason: str = ""
@@ -61,32 +61,29 @@ class Judged(NamedTuple):
 class Rooms:
     """The rooms of one prefill worker.
 
-    lock: held by whoever changes these books and the engine's together; the scheduler and the thread that reads
-    decode's messages both do.
+    lock: for changes of these tables together with the engine's, by the scheduler and by the thread
+    that reads decode's messages.
     """
 
     def __init__(self, on_peer: Callable[[str, int], None] = lambda host, port: None) -> None:
-        """on_peer: told of each decode rank with the flag, host and port, that sends a message here."""
+        """on_peer: called with address and port of each decode rank with the flag that sends."""
         self._on_peer = on_peer
         self.lock = threading.RLock()
-        # Senders of the requests that are here.
+        # Senders of live requests.
         self.live: dict[int, Any] = {}
-        # Those of rooms that have ended, of which all has been posted and not all written.
+        # Senders of ended rooms whose writes are all posted and not all done.
         self.writing: dict[int, Any] = {}
-        # Why a room ended, None if it ended well; the oldest are forgotten.
+        # Why a room ended, None for success; the oldest are removed.
         self.ended: OrderedDict[int, str | None] = OrderedDict()
-        # Why decode's request for a room cannot be used, until its sender reads it; the oldest are forgotten.
+        # Why decode's request is unusable, until the sender reads it; the oldest are removed.
         self.refused: OrderedDict[int, str] = OrderedDict()
-        # Live senders that decode has given up, or is gone from, and that have not answered it.
+        # Live senders that decode cancelled, or whose decode is lost, with no answer sent yet.
         self.given_up: deque[Any] = deque()
         # Whether a decode worker with the flag has sent a message.
         self.has_met_flag = False
 
     def begin(self, room: int, sender: Any) -> bool:
-        """Whether a request that has come has its room, and what had ended of that is forgotten.
-
-        Not if the room is that of one that has not ended, and stays so.
-        """
+        """Assign ``room`` to an arriving request; returns False if another request holds it."""
         with self.lock:
             if self.holder(room) is not None:
                 return False
@@ -95,26 +92,26 @@ class Rooms:
         return True
 
     def holder(self, room: int) -> Any:
-        """The sender of the request that has this room: it is live, or being written. None if there is none."""
+        """The sender that holds the room: live, or with writes in flight. None if there is none."""
         writing = self.writing.get(room)
-        # Decode may have had all of it before that was seen here.
+        # Decode may have received all before that was seen here.
         return writing if writing is not None and writing.is_writing() else self.live.get(room)
 
     def written(self, room: int, sender: Any) -> None:
-        """Nothing is being written any more for a request of ``room``."""
+        """The writes of an ended request of ``room`` are done."""
         with self.lock:
             if self.writing.get(room) is sender:
                 del self.writing[room]
 
     def reopen(self, room: int) -> None:
-        """Forget that ``room`` has ended: what is asked for it now is of a new request."""
+        """Remove the record that ``room`` has ended: a new request uses it."""
         with self.lock:
             self.ended.pop(room, None)
 
     def end(self, room: int, reason: str | None = None, posted: bool = False) -> None:
-        """Remember that ``room`` has ended, and why if it failed.
+        """Record that ``room`` has ended, and why it failed.
 
-        posted: all of it has been, and some may still have to be written. Its request has the room until `written`.
+        posted: all writes are posted, and the request holds the room until they are `written`.
         """
         with self.lock:
             sender = self.live.pop(room, None)
@@ -123,41 +120,40 @@ class Rooms:
             remember(self.ended, room, reason, REMEMBERED_ROOMS)
 
     def has_ended(self, room: int) -> bool:
-        """Whether the last request of ``room`` has ended, as far back as is remembered."""
+        """Whether the last request of ``room`` has ended, as far back as rooms are kept."""
         return room in self.ended
 
     def failure(self, room: int) -> str | None:
-        """Why ``room`` failed; None if it has not ended, or ended well."""
+        """Why ``room`` failed; None if it has not ended or succeeded."""
         return self.ended.get(room)
 
     def refuse(self, room: int, reason: str) -> None:
-        """Note that decode's request for ``room`` cannot be used, for a sender that may come only later.
-
-        The first reason stays, but for that decode has given it up, as it does when it has been told of another.
-        """
+        """Record for the sender why decode's request is unusable; replaces only a cancellation."""
         with self.lock:
-            known = self.refused.get(room, GIVEN_UP)
-            # Nobody would read it for a room that has failed already.
+            first = self.refused.get(room, GIVEN_UP)
+            # If the room has failed already, nobody would read it.
             if self.failure(room) is None:
-                remember(self.refused, room, reason if known.endswith(GIVEN_UP) else known, REMEMBERED_ROOMS)
+                remember(
+                    self.refused,
+                    room,
+                    reason if first.endswith(GIVEN_UP) else first,
+                    REMEMBERED_ROOMS,
+                )
 
     def refuse_request(self, room: int, reason: str) -> str:
-        """`refuse` it, in the words in which both workers' clients are told; returns them."""
+        """`refuse` with the reason that clients of both workers see; returns it."""
         reason = f"refused decode's request for KV: {reason}"
         logger.error("Room %s: %s", room, reason)
         self.refuse(room, reason)
         return reason
 
     def take_refusal(self, room: int) -> str | None:
-        """Why decode's request for ``room`` was refused, or that decode has given it up. It leaves the book."""
+        """Remove and return why decode's request for ``room`` was refused or cancelled."""
         with self.lock:
             return self.refused.pop(room, None)
 
     def give_up(self, room: int, reason: str = GIVEN_UP) -> None:
-        """Note that decode has given up ``room``, which has a sender here. Its pages wait for an answer.
-
-        A reason that the sender has not read stays.
-        """
+        """Record that decode cancelled a live ``room``; an unread reason stays."""
         with self.lock:
             self.refused.setdefault(room, reason)
             self.given_up.append(self.live[room])
@@ -165,11 +161,10 @@ class Rooms:
     def on_request(
         self, message: Request, asked: Mapping[str, Any], unfit: str | None, in_the_way: str | None
     ) -> Judged:
-        """What becomes of a decode rank's request for KV.
+        """Judge a decode rank's request for KV.
 
-        asked: what decode ranks have asked for of this room, by name. unfit: why nothing can be written to this one's
-        memory, if so; a room that is another worker's goes on. in_the_way: what of an earlier request of the room keeps
-        a new one from beginning, if any.
+        asked: decode ranks' requests for this room, by name. unfit: why this rank's memory cannot
+        be written; another worker's room goes on. in_the_way: what earlier request blocks the room.
         """
         room, info = message.room, message.info
         with self.lock:
@@ -177,8 +172,10 @@ class Rooms:
             if info.names_prefix:
                 self.note_peer(info.endpoint, info.dst_port)
             if before is None and info.names_prefix and asked and len(asked) >= _awaited(asked):
-                # What is sent begins where theirs does, and may be under way.
-                return Judged(Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}")
+                # Their prefix decides what is sent, which may be in flight.
+                return Judged(
+                    Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}"
+                )
             if unfit is not None:
                 return Judged(Verdict.REFUSED, unfit)
             ended = self.failure(room)
@@ -190,39 +187,43 @@ class Rooms:
                 return Judged(Verdict.REPEATED)
             counts = {other.required_dst_info_num for other in (*asked.values(), info)}
             if len(counts) > 1 or min(counts) < 1:
-                return Judged(Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask")
-            # A room that ended well may be used again, as in the engine.
+                return Judged(
+                    Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask"
+                )
+            # A room that succeeded may be used again, as in the engine.
             self.reopen(room)
-        # Of a decode rank without the flag, the last message counts, as in the engine. The room is as ready as before.
+        # Without the flag a repeated message replaces the last one, as in the engine.
         complete = before is None and len(asked) + 1 == info.required_dst_info_num
         return Judged(Verdict.READY if complete else Verdict.TAKEN)
 
     def note_peer(self, host: str, port: int) -> None:
-        """Note that a decode rank with the flag sends messages here."""
+        """Record that a decode rank with the flag sends messages."""
         self.has_met_flag = True
         self._on_peer(host, port)
 
     def settle(self) -> None:
-        """Poll what decode has given up, and forget what has ended by that: it has answered decode."""
+        """Poll cancelled senders, and remove those that have ended and so answered decode."""
         for _ in range(len(self.given_up)):
             sender = self.given_up.popleft()
             status = sender.poll()
             if status == KVPoll.Success:
-                # Decode has been told of that.
+                # Decode has been notified of the success.
                 self.refused.pop(sender.bootstrap_room, None)
             elif status != KVPoll.Failed:
-                # Some of it is being written.
+                # Writes are in flight.
                 self.given_up.append(sender)
 
 
 def _awaited(asked: Mapping[str, Any]) -> int:
-    """How many decode ranks will ask, as those say that have."""
+    """How many decode ranks will ask, according to those that have."""
     return max(info.required_dst_info_num for info in asked.values())
 
 
 def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
-    """How many rooms each book mentions. books: dicts and sets by room; of dicts of sets, each set is counted."""
+    """The number of rooms in each table by name; of dicts of sets, each set is counted."""
     held = {"live": len(rooms.live), "writing": len(rooms.writing), "given_up": len(rooms.given_up)}
     for name, book in books.items():
-        held[name] = sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
+        held[name] = (
+            sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
+        )
     return held

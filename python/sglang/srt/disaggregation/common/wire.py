@@ -1,9 +1,10 @@
-"""Decode's messages to a prefill rank, parsed once into typed values; the same over both transfer backends.
+"""Decode's messages to a prefill rank, parsed once into typed values, for both transfer backends.
 
-docs/protocol.md has the frames. Every message but a registration begins with its room and with who sends it. What a
-decode rank is called is the backend's: where it listens, over Mooncake, or the name of its agent, over NIXL.
+docs/protocol.md has the frames. Every message except a registration begins with its room and its
+sender. The backend names decode ranks: by address over Mooncake, by agent over NIXL.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257 (merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), for Mooncake #24257
+(merged).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from sglang.srt.disaggregation.decode_radix import hooks
 
 Peer = TypeVar("Peer", bound=Hashable)
 
-# Last frame of decode's message that it gave a request up, and the reason for which prefill then fails it.
+# Last frame of decode's cancellation, and the reason with which prefill then fails the request.
 CANCEL = b"cancel"
 GIVEN_UP = "decode gave the request up"
-# Last frame but one of decode's request for KV; behind it stands what decode says of its prompt: its length.
+# Last frame but one of decode's request for KV; the prompt's length follows.
 PROMPT = b"prompt"
-# Frames of the engine's own request for KV, and with those of the prefix, which come behind them.
+# Frames of the engine's request for KV, and of one with a prefix, whose frames follow the engine's.
 ENGINE_FRAMES, PREFIX_FRAMES = 8, 10
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A decode rank says where its memory is, in the engine's frames."""
+    """A decode rank registers its memory, in the engine's frames."""
 
     frames: list[bytes]
 
@@ -38,8 +39,7 @@ class Registration:
 class Request(Generic[Peer]):
     """A decode rank asks for the KV of a room.
 
-    name: by which the engine's books know the rank. peer: by which it is told of the end. info: the backend's
-    TransferInfo.
+    name: its key in the engine's tables. peer: its identity for notices. info: TransferInfo.
     """
 
     room: int
@@ -55,7 +55,7 @@ class Request(Generic[Peer]):
 
 @dataclass(frozen=True)
 class Unusable(Generic[Peer]):
-    """A request for KV that cannot be right, for ``reason``. peer: who sent it, None where that cannot be read.
+    """A request for KV that is invalid for ``reason``. peer: the sender, None if unreadable.
 
     names_prefix: whether it has frames that only a decode worker with a radix cache sends.
     """
@@ -68,7 +68,7 @@ class Unusable(Generic[Peer]):
 
 @dataclass(frozen=True)
 class Cancel(Generic[Peer]):
-    """A decode rank has given a room up, and keeps its pages until it is answered."""
+    """A decode rank cancels a room, and keeps its pages until it gets an answer."""
 
     room: int
     peer: Peer
@@ -79,10 +79,10 @@ OfRoom = Request[Peer] | Unusable[Peer] | Cancel[Peer]
 
 @dataclass(frozen=True)
 class Reader(Generic[Peer]):
-    """How a backend reads the frames of a message, without what its transport puts before them.
+    """How a backend reads the frames of a message, without its transport's own first frames.
 
-    peer: who sent it. name: by which the engine's books know him. info: the backend's TransferInfo. All of them raise
-    ValueError or IndexError for what they cannot read.
+    peer: the sender. name: the sender's key in the engine's tables. info: the backend's
+    TransferInfo. All raise ValueError or IndexError for unreadable frames.
     """
 
     peer: Callable[[list[bytes]], Peer]
@@ -90,7 +90,7 @@ class Reader(Generic[Peer]):
     info: Callable[[list[bytes]], Any]
 
     def read(self, frames: list[bytes]) -> Registration | OfRoom[Peer]:
-        """The message. Raises ValueError or IndexError for one of which not even the room is known."""
+        """Parse a message. Raises ValueError or IndexError if not even the room can be read."""
         if frames[0] == b"None":
             return Registration(frames)
         room = wire_int(frames[0], "room")
@@ -112,7 +112,7 @@ class Reader(Generic[Peer]):
 
 
 def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
-    """The frames with which each of decode's messages about a request begins: the room, and who it is."""
+    """The first frames of each message of decode about a request: the room and the sender."""
     return [b"%d" % room, host.encode("ascii"), b"%d" % port, name.encode("ascii")]
 
 
@@ -125,8 +125,9 @@ def delta_frames(
 ) -> Callable[[bool], list[bytes]]:
     """The frames of a request for KV, for a dummy rank or not.
 
-    kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: what stands between header and
-    prefix, of whether the rank is a dummy, the pages and the state's indices, both as int32 and both empty for a dummy.
+    kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: makes the
+    frames between header and prefix from: is it a dummy; pages and state's indices, both int32,
+    empty for a dummy.
     """
     pages = kv_indices.astype(np.int32).tobytes()
     states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
@@ -139,23 +140,25 @@ def delta_frames(
 
 
 def check_prefix_frames(message: list[bytes]) -> None:
-    """Check what a decode worker with a radix cache appends to the engine's eight frames. Raises ValueError."""
+    """Check the frames after the engine's eight. Raises ValueError."""
     if len(message) != PREFIX_FRAMES:
         known = f"{PREFIX_FRAMES} frames, and parts that are known behind them"
-        raise ValueError(f"a message with a decode prefix has {known}; this one has {len(message)} without these")
+        raise ValueError(
+            f"a message with a decode prefix has {known}; this one has {len(message)} without these"
+        )
     if message[9] not in (b"0", b"1"):
         raise ValueError(f"whether this rank is a dummy is not 0 or 1: {message[9][:32]!r}")
 
 
 def split_prompt(message: list[bytes]) -> tuple[list[bytes], bytes | None]:
-    """The message without what it says of decode's prompt, which are its last two frames, and that."""
+    """Split off what the last two frames of a message say of decode's prompt."""
     if len(message) < ENGINE_FRAMES + 4 or message[-2] != PROMPT:
         return message, None
     return message[:-2], message[-1]
 
 
 def split_parts(message: list[bytes]) -> tuple[list[bytes], dict[bytes, Any]]:
-    """The message without the parts of extras, which are its last frames, and what they say. Raises ValueError."""
+    """Split off the parts of extras, which are a message's last frames. Raises ValueError."""
     said = {}
     for part in reversed(hooks.parts()):
         if len(message) >= PREFIX_FRAMES + part.size and message[-part.size] == part.tag:
@@ -165,7 +168,7 @@ def split_parts(message: list[bytes]) -> tuple[list[bytes], dict[bytes, Any]]:
 
 
 def wire_int(frame: bytes, name: str) -> int:
-    """The decimal number in a message frame. Raises ValueError naming the field when it is not one."""
+    """The decimal number in a frame. Raises ValueError naming the field if it is none."""
     try:
         return int(frame.decode("ascii"))
     except ValueError:
@@ -173,5 +176,5 @@ def wire_int(frame: bytes, name: str) -> int:
 
 
 def asks_for_nothing(info: Any) -> bool:
-    """Whether a TransferInfo is one for a dummy rank; a method in one backend, a field in the other."""
+    """Whether a TransferInfo is for a dummy rank; one backend has a method, the other a field."""
     return info.is_dummy() if callable(info.is_dummy) else info.is_dummy

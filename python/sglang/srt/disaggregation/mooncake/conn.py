@@ -20,7 +20,13 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Reader, Registration, delta_frames, room_header
+from sglang.srt.disaggregation.common.wire import (
+    GIVEN_UP,
+    Reader,
+    Registration,
+    delta_frames,
+    room_header,
+)
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake import decode_inbox, wire
@@ -47,7 +53,7 @@ class TransferInfo(PrefixedInfo, engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds."""
 
 
-# Why a request failed of which this decode rank knows no reason.
+# For a failure without a reason on this decode rank.
 ELSEWHERE = "failed on another rank of decode"
 
 READER: Reader[Peer] = Reader(
@@ -62,7 +68,7 @@ def _backend(queued: QueuedChunks) -> Backend[Peer]:
         rank_word="session",
         can_tell=lambda peer, names_prefix: names_prefix,
         dummies_answer=False,
-        # Nothing is told to one that has been told of a success.
+        # A rank that was notified of a success gets nothing more.
         late_cancel=lambda failure: failure or GIVEN_UP,
         early_cancel=lambda refusal: (refusal, GIVEN_UP),
         # They would be written to the new request's pages, and end it.
@@ -79,22 +85,26 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
-        """Adds the queues that know whether a room is being written, and the peers to notify when it no longer is."""
-        # Before the engine's: it starts the threads.
+        """Adds the queues that know which room is being written."""
+        # Before the engine's `__init__`: it starts threads, and makes the session tables later.
         self.watched_queues = WatchedQueues()
-        # The engine makes these after it has started the thread that uses them.
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
-        # Prefill: chunks that are queued or being written. Decode: what prefill has been asked for.
         self.queued = QueuedChunks()
         self.awaited_rooms = AwaitedRooms()
         super().__init__(*args, **kwargs)
 
     def start_prefill_thread(self) -> None:
-        """Wraps the engine's thread: it gets only messages that it can read."""
+        """Wraps the engine's thread: it gets only readable messages."""
         self.inbox: PrefillInbox[Peer] = PrefillInbox(
-            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.end_notices),
+            Books(
+                self.rooms,
+                self.transfer_infos,
+                self.decode_kv_args_table,
+                self.cancels,
+                self.end_notices,
+            ),
             _backend(self.queued),
             self,
         )
@@ -102,7 +112,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         super().start_prefill_thread()
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
-        """Take messages about one room; whether the engine may take this one (its own staging, a registration)."""
+        """Handle a message about one room; returns True for the engine's messages."""
         if frames[0] in wire.STAGING_TO_PREFILL:
             return self.takes_engine_staging(frames)
         message = READER.read(frames)
@@ -115,7 +125,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return False
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
-        """Whether the engine may take one of its own messages about staging buffers."""
+        """Whether the engine handles its messages about staging buffers."""
         return self.leaves_ends_to_the_engine
 
     @property
@@ -124,17 +134,19 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return False
 
     def _init_staging_allocator(self) -> None:
-        """With a radix cache no buffer is offered: the engine's grid of chunks knows of no prefix."""
+        """With a radix cache, none: the engine's grid of chunks has no prefix."""
         if not self.has_radix or self.stages_deltas:
             super()._init_staging_allocator()
 
     @property
     def _rank(self) -> int:
-        """The number by which decode tells the prefill ranks of a request apart; the engine's."""
-        return (self.attn_tp_rank * self.pp_size + self.pp_rank) * self.attn_cp_size + self.attn_cp_rank
+        """The engine's number of this prefill rank in messages to decode."""
+        return (
+            self.attn_tp_rank * self.pp_size + self.pp_rank
+        ) * self.attn_cp_size + self.attn_cp_rank
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
-        """Whom to tell that a request failed."""
+        """The decode ranks to notify of a failure."""
         return wire.listeners(infos.values())
 
     def add_transfer_request(
@@ -146,12 +158,12 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         aux_index: int | None = None,
         state_indices: list[int] | None = None,
     ) -> None:
-        """Says what is sent. The last chunk of a full hit carries no KV and still brings the metadata."""
+        """Wraps the engine's: counts bytes. A full hit's last chunk has metadata and no KV."""
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
         writes = [info for info in infos if not info.is_dummy]
         answers = self.answers(bootstrap_room, writes, kv_indices, index_slice.start, is_last_chunk)
-        # The engine queues nothing of a room that has failed; another thread may be about to say so.
+        # The engine queues nothing of a failed room; another thread may fail it now.
         with self.rooms.lock:
             if infos and self.request_status.get(bootstrap_room, KVPoll.Failed) != KVPoll.Failed:
                 answer = next(iter(answers.values()), None)
@@ -162,17 +174,13 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         for info in writes:
             saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
             runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
-            states = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
-            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, states)
+            n = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
+            self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, n)
 
     def sync_status_to_decode_endpoint(
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
-        """Adds to the engine's message of a success what a part of decode's request is answered.
-
-        A decode rank with the flag gets one notice of the end: of a success unless it has had one of a failure. The
-        sender alone notifies of a failure, once nothing is being written any more.
-        """
+        """Adds the answer to a notice of success. With the flag, the sender reports failures."""
         peer = Peer(remote, dst_port)
         if self.end_notices.concerns(room, peer) and (
             status != KVPoll.Success or not self.end_notices.take(room, {peer})
@@ -183,40 +191,41 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             else:
-                frames = [b"%d" % room, b"%d" % status, b"%d" % prefill_rank, answer.encode("ascii")]
-                # The socket of the engine's message: what has gone over it before must come before.
+                reply = [
+                    b"%d" % room,
+                    b"%d" % status,
+                    b"%d" % prefill_rank,
+                    answer.encode("ascii"),
+                ]
+                # The engine's socket, which keeps the order of messages.
                 address = NetworkAddress(remote, dst_port)
-                self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(frames)
+                self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(reply)
         except Exception:
-            # The request fails for that, and decode is told so.
             self.end_notices.undelivered(room, peer)
             raise
 
-    def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
-        """A state that could not be written fails the room; the engine goes on to report a success.
-
-        So it does where decode expects more pages of a window than there are, and sends fewer. Not for a decode worker
-        without the flag, for which nothing changes.
-        """
+    def maybe_send_extra(
+        self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs
+    ):
+        """Wraps the engine's, which reports success after a failed or shortened write of state."""
         ours, theirs = len(prefill_state_indices), len(req.dst_state_indices)
         if req.names_prefix and ours != theirs:
-            raise RuntimeError(f"there are {ours} pages of its state or window, and decode expects {theirs}")
+            raise RuntimeError(
+                f"there are {ours} pages of its state or window, and decode expects {theirs}"
+            )
         failed = super().maybe_send_extra(req, prefill_state_indices, *args, **kwargs)
         if failed and req.names_prefix:
             raise RuntimeError(f"its state could not be written to {req.endpoint}:{req.dst_port}")
         return failed
 
     def send_aux(self, req: TransferInfo, *args, **kwargs) -> int:
-        """Of several pipeline stages only the last one writes the metadata, which it has sampled.
-
-        Each does for a decode worker without the flag.
-        """
+        """Wraps the engine's: with the flag, only the last pipeline stage writes metadata."""
         if req.names_prefix and not self.samples_tokens:
             return 0
         return super().send_aux(req, *args, **kwargs)
 
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
-        """Wraps the engine's thread, which an error of one chunk ends, and with it all transfers of its queue."""
+        """Wraps the engine's thread, which ends at an error of one chunk."""
         watched = self.watch(queue, executor, staging_buffer)
         self.watched_queues.join(watched)
         self.queued.writers.add(threading.get_ident())
@@ -224,24 +233,26 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             try:
                 super().transfer_worker(watched, watched, staging_buffer)
             except Exception as e:
-                cause = e.__context__ or e
+                err = e.__context__ or e
                 logger.exception("Transfer of room %s failed", watched.room)
                 if watched.room in self.request_status:
-                    self.fail_room(watched.room, f"transfer over Mooncake failed: {type(cause).__name__}: {cause}")
+                    self.fail_room(
+                        watched.room, f"transfer over Mooncake failed: {type(err).__name__}: {err}"
+                    )
 
     def watch(self, queue, executor, staging_buffer) -> WatchedQueue:
-        """The queue of a transfer thread, as that is to see it."""
+        """The queue that a transfer thread gets."""
         return WatchedQueue(queue, executor, self._prepare, self._on_chunk_done)
 
     def _prepare(self, chunk) -> bool:
-        """See `WatchedQueue`. Not of a request that decode must have given up while this worker stood still."""
+        """Whether to send a chunk: not if decode must have cancelled during a stall here."""
         sender = self.queued.sender(chunk.room)
         late = sender and sender.overdue()
         if late:
-            # The scheduler has perhaps not seen it yet, and decode may have given its pages away.
+            # The scheduler may not know yet, and decode may have reused the pages.
             self.fail_room(chunk.room, late)
             return False
-        # With an earlier chunk missing, the last one would still be reported as the end of a success.
+        # If an earlier chunk is missing, the last one must not report success.
         infos = self.transfer_infos.get(chunk.room, {}).values()
         return self.request_status.get(chunk.room) != KVPoll.Failed or not names_prefix(list(infos))
 
@@ -250,64 +261,63 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             self.queued.done(room)
 
     def is_writing(self, room: int) -> bool:
-        """Whether a chunk of ``room`` is being written to decode at this moment."""
+        """Whether a chunk of ``room`` is being written."""
         return self.watched_queues.are_writing(room)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Adds, on prefill, that the end of a write says nothing where its request has failed elsewhere meanwhile.
-
-        Nobody would read it but the next request of the room, which would take it for its own.
-        """
+        """Adds, on prefill, that a late write changes no status of the room's next request."""
         with self.rooms.lock:
             if not self.queued.is_late(bootstrap_room, self.rooms.live.get(bootstrap_room)):
                 super().update_status(bootstrap_room, status)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
-        """Adds, on prefill, that nobody is told why a write failed whose request has ended."""
+        """Adds, on prefill, that a late write records no reason for an ended request."""
         with self.rooms.lock:
             if not self.queued.is_late(bootstrap_room, self.rooms.live.get(bootstrap_room)):
                 super().record_failure(bootstrap_room, failure_reason)
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
-        """A transfer thread may ask about a request that ends just then, with nothing left to do for it."""
+        """Wraps ours: a transfer thread may ask about a request that has just ended."""
         if threading.get_ident() in self.queued.writers:
             return self.request_status.get(bootstrap_room, KVPoll.Success)
         return super().check_status(bootstrap_room)
 
     def tell_failure(self, room: int, peers: Iterable[Peer], reason: str) -> None:
-        """Tell decode that ``room`` failed when no write of this rank is under way; it frees the pages then.
-
-        Not those who have been told of its end.
-        """
-        untold = self.end_notices.take(room, peers)
+        """Notify decode, once, that ``room`` failed, when no write is in flight."""
+        due = self.end_notices.take(room, peers)
 
         def tell() -> None:
-            wire.say_failed(self.end_notices, self.connect_unwaiting, room, self._rank, untold, reason)
+            wire.say_failed(self.end_notices, self.connect_unwaiting, room, self._rank, due, reason)
 
         self.watched_queues.when_quiet(room, tell)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """Wraps the engine's, which iterates over what the scheduler changes."""
+        """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             super()._handle_node_failure(failed_bootstrap_addr)
             return
         for room in self.lose_prefill(failed_bootstrap_addr):
             if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
-                reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+                reason = (
+                    "Losing connection with prefill instance "
+                    f"(bootstrap_addr: {failed_bootstrap_addr})"
+                )
                 self.fail_room(room, reason)
 
     def start_decode_thread(self) -> None:
-        """Wraps the engine's threads: they get only messages that they can read."""
-        self.server_socket = wire.CheckedSocket(self.server_socket, partial(decode_inbox.take, self))
+        """Wraps the engine's threads: they get only readable messages."""
+        self.server_socket = wire.CheckedSocket(
+            self.server_socket, partial(decode_inbox.take, self)
+        )
         super().start_decode_thread()
 
     @property
     def leaves_ends_to_the_engine(self) -> bool:
-        """Whether the engine uses a staging buffer, and must learn of the end of transfers: without the flag."""
+        """Whether the engine needs ends of transfers for its staging buffer: without the flag."""
         return self.enable_staging and not self.has_radix
 
     def on_end(self, room: int, end: wire.End) -> None:
-        """A prefill rank writes no more for ``room``: it has written everything, or it has failed."""
+        """Record that a prefill rank writes no more for ``room``."""
         self.awaited_rooms.add_end(room, end)
         if not end.succeeded:
             reason = "its transfer failed, see its log" if end.said is None else end.said
@@ -316,35 +326,33 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         responses = self.prefill_response_tracker[room]
         responses.add(end.rank)
         done = len(responses) == self.required_prefill_response_num_table.get(room)
-        # What has failed here stays so; the engine takes the higher of both.
         if done and self.request_status.get(room) != KVPoll.Failed:
             self.update_status(room, KVPoll.Success)
 
 
 class MooncakeKVSender(engine.MooncakeKVSender):
-    """Mooncake sender that starts at decode's prefix, and whose failure is its own request's only."""
+    """Mooncake sender that starts at decode's prefix; a failure concerns one request only."""
 
     def on_failure(self) -> None:
-        """Tells decode at once, where nothing is being written, and else when that is so."""
+        """Notifies decode as soon as no write is in flight."""
         self._tell(self.failure_reason())
 
     def _tell(self, reason: str) -> None:
-        """End the room here, and tell every decode rank that asked this one for KV, once.
-
-        Chunks of it that are still queued are not sent.
-        """
+        """End the room, drop its queued chunks, and notify every decode rank that asked, once."""
         if self.state.reach(Phase.TOLD):
             self.kv_mgr.tell_failure(self.bootstrap_room, self.end_failed_room(reason), reason)
 
     def abort(self) -> None:
-        """Notifies decode of the abort; a request that has failed is not aborted."""
+        """Wraps the engine's: notifies decode; has no effect on a failed request."""
         if self.has_failed():
             return
         super().abort()
         self._tell("aborted on prefill")
 
-    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
-        """A failed request sends nothing, and an error fails this request only."""
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
+        """Wraps the engine's: a failed request sends nothing; an error fails this request only."""
         self.fail_if_refused()
         if self.has_failed():
             return
@@ -354,7 +362,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
             self.fail(f"transfer over Mooncake failed: {e}")
 
     def poll(self) -> KVPoll:
-        """Reads decode's prefix; reports a failure only once nothing is being sent: the pages are freed after that."""
+        """Wraps the engine's: reads decode's prefix. Failed is returned after the last write."""
         status = super().poll()
         if status not in (KVPoll.Success, KVPoll.Failed):
             self.fail_if_refused()
@@ -362,20 +370,20 @@ class MooncakeKVSender(engine.MooncakeKVSender):
                 self.accept_decode_prefix()
         if not self.has_failed():
             return status
-        # Once it has been reported, a chunk that is taken from the queue only to be dropped does not take it back.
+        # After the report, taking a chunk from the queue to discard it must not revoke the failure.
         if self.state.phase < Phase.CLOSED and self.kv_mgr.is_writing(self.bootstrap_room):
             return KVPoll.WaitingForInput
         self._close()
         return KVPoll.Failed
 
     def _close(self) -> None:
-        """Tell decode, and close the books but for the reason."""
+        """Notify decode, and remove the request from all tables but the reason's."""
         self._tell(self.failure_reason())
         if self.state.reach(Phase.CLOSED):
             self.clear()
 
     def clear(self) -> None:
-        """Remembers that the room has ended, and forgets everything of one that failed."""
+        """Wraps the engine's: records the end of the room, or removes a failed request."""
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         if self.has_failed():
@@ -386,15 +394,15 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         manager.rooms.take_refusal(room)
 
     def failure_exception(self) -> None:
-        """Replaces the engine's: decode is told also by the ranks on which nothing went wrong."""
+        """Replaces the engine's: ranks that have not failed themselves notify decode too."""
         reason = self.take_reason("failed on another rank of prefill")
         self._close()
         raise engine.KVTransferError(self.bootstrap_room, reason)
 
 
 def _header(receiver: Any) -> list[bytes]:
-    manager = receiver.kv_mgr
-    return room_header(receiver.bootstrap_room, manager.local_ip, manager.rank_port, receiver.session_id)
+    mgr = receiver.kv_mgr
+    return room_header(receiver.bootstrap_room, mgr.local_ip, mgr.rank_port, receiver.session_id)
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
@@ -409,11 +417,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         state_indices: list[int] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Wraps the engine's message; with a prefix to name, sends the longer one of docs/protocol.md itself.
-
-        kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
-        message byte for byte.
-        """
+        """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md."""
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room, aux_index)
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.state.asked = True
@@ -429,29 +433,31 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
-        """Success waits for the metadata."""
+        """Wraps the engine's: success waits for the metadata."""
         self.shake_hands()
         return self.once_metadata_landed(super().poll())
 
     def failure_exception(self) -> None:
-        """Replaces the engine's, which closes the books, and with them the reason where all has arrived, before."""
-        error = engine.KVTransferError(self.bootstrap_room, self.kv_mgr.take_reason(self.bootstrap_room, ELSEWHERE))
+        """Replaces the engine's, which may remove the reason before reading it."""
+        error = engine.KVTransferError(
+            self.bootstrap_room, self.kv_mgr.take_reason(self.bootstrap_room, ELSEWHERE)
+        )
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
         raise error
 
     def failure(self) -> Exception:
-        """Replaces the base class's: an error of the engine's."""
+        """Replaces the base class's: the engine's error class."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, ELSEWHERE)
         return engine.KVTransferError(self.bootstrap_room, reason)
 
     def answers(self, tag: bytes) -> Iterable[str]:
-        """Replaces the base class's: they came with the messages of success."""
+        """Replaces the base class's: answers arrive with the notices of success."""
         return self.kv_mgr.awaited_rooms.answers(self.bootstrap_room)
 
     def clear(self) -> None:
-        """Puts off the engine's while prefill may still write to its pages."""
+        """Wraps the engine's: postponed while prefill may still write to the pages."""
         if not self.fenced or self.conclude_state != KVPoll.Failed:
             self.end()
 
@@ -465,12 +471,12 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         return [*_header(self), kind]
 
     def _is_quiet(self) -> bool:
-        # Of a failure the engine says no more.
-        quiet = self.kv_mgr.awaited_rooms.num_quiet(self.bootstrap_room, says_so=self.peer_takes_prefix)
-        return quiet >= self.required_prefill_response_num
+        # Without a prefix prefill is the engine, which reports nothing after a failure.
+        n = self.kv_mgr.awaited_rooms.num_quiet(self.bootstrap_room, says_so=self.peer_takes_prefix)
+        return n >= self.required_prefill_response_num
 
 
 class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
-    """Says that prefills over Mooncake understand a decode prefix."""
+    """Reports that prefills over Mooncake understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION

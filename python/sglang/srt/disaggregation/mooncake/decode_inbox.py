@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def take(manager: Any, frames: list[bytes]) -> bool:
-    """Take metadata or the end of a transfer; whether the engine may take the message instead (staging)."""
+    """Handle metadata or an end; returns whether the engine may handle the message too."""
     if frames[0] in wire.STAGING_TO_DECODE:
         return bool(manager.takes_engine_staging(frames))
     is_aux = frames[0] == manager.AUX_DATA_HEADER
@@ -27,21 +27,18 @@ def take(manager: Any, frames: list[bytes]) -> bool:
     if end is not None and manager.leaves_ends_to_the_engine:
         return end.said is None
     with manager.rooms.lock:
-        # The scheduler may just have closed its books.
+        # The scheduler may just have removed the room.
         if room in manager.awaited_rooms:
             _on_metadata(manager, room, frames) if end is None else manager.on_end(room, end)
     return False
 
 
 def _on_metadata(manager: Any, room: int, frames: list[bytes]) -> None:
-    """Let the engine write it, which looks neither at where that is nor at its length.
-
-    Without the flag as it has come.
-    """
+    """Have the engine write the metadata, which it does not check."""
     if manager.has_radix:
         try:
-            metadata = wire.Metadata.read(room, frames)
-            metadata.check(manager.kv_args.aux_item_lens, manager.awaited_rooms.metadata_buffers(room))
+            part = wire.Metadata.read(room, frames)
+            part.check(manager.kv_args.aux_item_lens, manager.awaited_rooms.metadata_buffers(room))
         except ValueError as e:
             logger.error("Room %s: its metadata cannot be used: %s", room, e)
             manager.fail_room(room, f"prefill's metadata cannot be used: {e}")

@@ -1,4 +1,4 @@
-"""What a prefill rank over Mooncake has queued for its transfer threads.
+"""Chunks that a prefill rank over Mooncake has queued for its transfer threads.
 
 Upstream: sgl-project/sglang#35049 (merged), which waits for chunks that are outstanding.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class QueuedChunks:
-    """Chunks that are queued or being written, by room: how many, and whose. To be changed under the lock of `Rooms`.
+    """Number and sender of each room's queued chunks. Changed under the lock of `Rooms`.
 
-    answers: to a part of decode's request, see `MessagePart`, by room. writers: the threads that write them.
+    answers: to a part of decode's request, see `MessagePart`, by room. writers: transfer threads.
     """
 
     def __init__(self) -> None:
@@ -26,18 +26,18 @@ class QueuedChunks:
         return room in self._number
 
     def __len__(self) -> int:
-        """Of how many rooms something is queued."""
+        """The number of rooms with queued chunks."""
         return len(self._number.keys() | self._senders.keys() | self.answers.keys())
 
     def add(self, room: int, sender: Any, answer: str | None) -> None:
-        """One more chunk, of the request of ``sender``; answer: to be told when all is written."""
+        """Add a chunk of ``sender``'s request. answer: sent to decode when all is written."""
         self._number[room] += 1
         self._senders[room] = sender
         if answer is not None:
             self.answers[room] = answer
 
     def done(self, room: int) -> None:
-        """One chunk has been written, or will not be."""
+        """A chunk has been written or discarded."""
         self._number[room] -= 1
         if self._number[room] <= 0:
             del self._number[room]
@@ -45,11 +45,11 @@ class QueuedChunks:
             self.answers.pop(room, None)
 
     def sender(self, room: int) -> Any:
-        """Whose they are; None where nothing is queued."""
+        """The sender of the room's chunks; None if none is queued."""
         return self._senders.get(room)
 
     def is_late(self, room: int, live: Any) -> bool:
-        """Whether this thread writes for a request that has ended; another one of its room may be here: ``live``."""
+        """Whether this thread writes for an ended request. live: the room's sender now."""
         if threading.get_ident() not in self.writers:
             return False
         sender = self._senders.get(room)

@@ -1,4 +1,4 @@
-"""Decode's request for KV over Mooncake, with the prefix it holds. `conn.py` puts it before the engine's.
+"""Decode's request for KV over Mooncake. `conn.py` puts it before the engine's.
 
 Upstream: sgl-project/sglang#24257 (merged).
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.common.wire import check_prefix_frames, split_parts, wire_int
 
-# The engine's class comes behind.
+# Placeholder: `conn.py` puts the engine's class behind this one.
 Base: Any = object
 
 
@@ -19,8 +19,7 @@ Base: Any = object
 class PrefixedInfo(Base):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, None when decode names none and so does not know the frames of this patch set. parts: of
-    extras, by tag, see `MessagePart`. heard_until: see `Pulse`, when this was read.
+    decode_prefix_len: tokens, None without the flag. parts, heard_until: `MessagePart`, `Pulse`.
     """
 
     decode_prefix_len: int | None = None
@@ -29,21 +28,18 @@ class PrefixedInfo(Base):
 
     @property
     def names_prefix(self) -> bool:
-        """Whether decode runs with the flag and this message says what it holds."""
+        """Whether decode runs with the flag, so that this message names its prefix."""
         return self.decode_prefix_len is not None
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> PrefixedInfo:
-        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends.
-
-        Raises ValueError for a message that cannot be right.
-        """
+        """Wraps the engine's parser: reads the frames after its own. Raises ValueError."""
         info = super().from_zmq(msg)
         if len(msg) > 8:
             msg, info.parts = split_parts(msg)
             check_prefix_frames(msg)
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
-            # The engine tells a dummy by what is missing; a full hit has no pages either, but it has metadata to come.
+            # In the engine missing frames mean a dummy, but a full hit has no pages either.
             if info.is_dummy != (msg[9] == b"1"):
                 raise ValueError("its dummy mark and its metadata index contradict each other")
         return info

@@ -1,4 +1,4 @@
-"""The transfer queue of a prefill worker over Mooncake, as its one thread sees it.
+"""The transfer queue of a prefill worker over Mooncake, as its one thread uses it.
 
 Upstream: none is known.
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 
 class WatchedQueue:
-    """A transfer queue, and its executor, as their one worker sees them.
+    """A transfer queue and its executor, as their one worker thread uses them.
 
-    It knows the room whose chunk the worker is busy with. prepare: whether a chunk is to be sent. done: called with the
-    room of a chunk that the worker has done with.
+    room: being written. prepare: whether to send a chunk. done: called with each finished room.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class WatchedQueue:
         self.afterwards: list[Callable[[], None]] = []
 
     def get(self):
-        """The next chunk. To ask for it means to be done with the last one."""
+        """The next chunk. The call also finishes the last one."""
         while True:
             self._finish()
             self.chunk = self.queue.get()
@@ -55,7 +54,7 @@ class WatchedQueue:
             self.room = room
 
     def _rest(self) -> None:
-        # When one write of a chunk fails, the engine does not wait for those beside it.
+        # If one write of a chunk fails, the engine does not wait for the others.
         concurrent.futures.wait(self.writes)
         self.writes.clear()
         with self.lock:
@@ -65,7 +64,7 @@ class WatchedQueue:
             job()
 
     def submit(self, write: Callable, *args) -> concurrent.futures.Future:
-        """Start one of the writes of a chunk."""
+        """Start one of a chunk's writes."""
         future = self.executor.submit(write, *args)
         self.writes.add(future)
         return future
@@ -76,7 +75,7 @@ class WatchedQueue:
         self.queue.put(chunk)
 
     def defer(self, room: int, job: Callable[[], None]) -> bool:
-        """Have the worker run ``job`` when it is done with its chunk of ``room``; False if it is not busy with one."""
+        """Have the worker run ``job`` after its chunk of ``room``; False if it writes none."""
         with self.lock:
             if self.room != room:
                 return False
@@ -85,20 +84,20 @@ class WatchedQueue:
 
 
 class WatchedQueues:
-    """Those of all transfer threads of a worker. Each joins when its thread begins."""
+    """The queues of a worker's transfer threads. Each joins when its thread begins."""
 
     def __init__(self) -> None:
         self.all: list[WatchedQueue] = []
 
     def join(self, watched: WatchedQueue) -> None:
-        """One more."""
+        """Add a queue."""
         self.all.append(watched)
 
     def are_writing(self, room: int) -> bool:
-        """Whether a worker is busy with a chunk of ``room``."""
+        """Whether a thread is writing a chunk of ``room``."""
         return any(watched.room == room for watched in self.all)
 
     def when_quiet(self, room: int, job: Callable[[], None]) -> None:
-        """Do ``job`` when no worker is busy with a chunk of ``room``: by the one that is, or here and now."""
+        """Run ``job`` when no thread writes ``room``: in the writing thread, or here at once."""
         if not any(watched.defer(room, job) for watched in self.all):
             job()

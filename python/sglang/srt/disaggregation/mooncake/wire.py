@@ -1,6 +1,6 @@
-"""Messages over Mooncake's ZMQ sockets, parsed once into typed values, and a socket that lets only good ones through.
+"""Messages over Mooncake's ZMQ sockets, parsed into typed values, and a socket that checks them.
 
-docs/protocol.md has the frames; those that both backends share are in `common/wire.py`.
+docs/protocol.md has the frames; `common/wire.py` has those that both backends share.
 
 Upstream: sgl-project/sglang#24257 (merged).
 """
@@ -22,26 +22,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# First frames of the engine's messages about its own use of staging buffers, to prefill and to decode.
-STAGING_TO_PREFILL, STAGING_TO_DECODE = (b"WATERMARK", b"STAGING_RSP"), (b"CHUNK_READY", b"STAGING_REQ")
+# First frames of the engine's messages about its staging buffers, to prefill and to decode.
+STAGING_TO_PREFILL, STAGING_TO_DECODE = (
+    (b"WATERMARK", b"STAGING_RSP"),
+    (b"CHUNK_READY", b"STAGING_REQ"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Where one decode rank with a radix cache learns of its requests."""
+    """The address at which a decode rank with a radix cache gets notices."""
 
     endpoint: str
     port: int
 
     @classmethod
     def read(cls, frames: list[bytes]) -> Peer:
-        """From two frames of a message. Raises ValueError for what is no address."""
+        """Parse two frames. Raises ValueError if they are no address."""
         return cls(frames[0].decode("ascii"), wire_int(frames[1], "port"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """One part of a request's metadata, in the engine's frames: ``num_bytes`` for metadata buffer ``index``."""
+    """One part of a request's metadata: ``num_bytes`` for metadata buffer ``index``."""
 
     part: int
     index: int
@@ -49,34 +52,42 @@ class Metadata:
 
     @classmethod
     def read(cls, room: int, frames: list[bytes]) -> Metadata:
-        """From a message. Raises ValueError for what cannot be right."""
+        """Parse the engine's frames. Raises ValueError if they are invalid."""
         if len(frames) != 6:
-            raise ValueError(f"a message of metadata has 6 frames, this one of room {room} has {len(frames)}")
+            raise ValueError(
+                f"a message of metadata has 6 frames, this one of room {room} has {len(frames)}"
+            )
         part, index = wire_int(frames[2], "part"), wire_int(frames[3], "metadata buffer")
         if frames[4] != struct.pack(">I", len(frames[5])):
             raise ValueError(f"a part of {len(frames[5])} bytes says that it has another length")
         return cls(part, index, len(frames[5]))
 
     def check(self, item_lens: Sequence[int], buffers: Set[int | None]) -> None:
-        """Raise ValueError for what would be written to where no metadata of its request belongs.
+        """Raise ValueError if the write would leave the request's metadata.
 
-        item_lens: of this worker, bytes of each part. buffers: that the request has. A part may be shorter here: where
-        only one of both workers has a draft model, one part differs.
+        item_lens: bytes of each part on this worker. buffers: of the request. A part may be shorter
+        than here, if only one of both workers has a draft model.
         """
         if not 0 <= self.part < len(item_lens):
-            raise ValueError(f"it is part {self.part}, and this worker has parts 0 to {len(item_lens) - 1}")
+            raise ValueError(
+                f"it is part {self.part}, and this worker has parts 0 to {len(item_lens) - 1}"
+            )
         if self.index not in buffers:
-            raise ValueError(f"it is for metadata buffer {self.index}, which this request does not have")
+            raise ValueError(
+                f"it is for metadata buffer {self.index}, which this request does not have"
+            )
         if self.num_bytes > item_lens[self.part]:
-            raise ValueError(f"it has {self.num_bytes} bytes for a part of at most {item_lens[self.part]} bytes")
+            raise ValueError(
+                f"it has {self.num_bytes} bytes for a part of at most {item_lens[self.part]} bytes"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The notice of a prefill rank that the transfer of a room is over.
+    """A prefill rank's notice that the transfer of a room is over.
 
-    said: why it failed, or the answer to a part of the request. A failure without that does not mean that the rank
-    writes no more: so the engine says it.
+    said: why it failed, or the answer to a part of the request. A failure without it comes from the
+    engine, and the rank may still write.
     """
 
     succeeded: bool
@@ -85,20 +96,26 @@ class End:
 
     @classmethod
     def read(cls, room: int, frames: list[bytes]) -> End:
-        """From a message. Raises ValueError for what is none."""
+        """Parse a message. Raises ValueError if it is invalid."""
         if len(frames) not in (3, 4):
-            raise ValueError(f"the end of a transfer has 3 or 4 frames, this one of room {room} has {len(frames)}")
+            raise ValueError(
+                "the end of a transfer has 3 or 4 frames, "
+                f"this one of room {room} has {len(frames)}"
+            )
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):
             raise ValueError(f"room {room} cannot end with status {status}")
-        return cls(status == KVPoll.Success, rank, frames[3].decode("ascii", "replace") if len(frames) == 4 else None)
+        return cls(
+            status == KVPoll.Success,
+            rank,
+            frames[3].decode("ascii", "replace") if len(frames) == 4 else None,
+        )
 
 
 class CheckedSocket:
-    """The manager's socket as its thread sees it: what ``check`` refuses, or deals with itself, never gets there.
+    """The manager's socket for the engine's threads, which end at the first unreadable message.
 
-    The engine's threads end at the first message they cannot read, and with them all requests of the worker.
-    check: takes the frames; False when they are dealt with, raises when they cannot be used.
+    check: gets the frames; False if it has handled them, raises if they are unusable.
     """
 
     def __init__(self, socket: Any, check: Callable[[list[bytes]], bool]):
@@ -117,11 +134,7 @@ class CheckedSocket:
 
 
 def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
-    """Whom to tell that a request failed.
-
-    Not decode workers without the flag, whose wire stays as it was. Nor does a dummy rank tell anybody: its notice
-    would count for that of the rank that writes.
-    """
+    """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
     return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
 
 
@@ -133,11 +146,17 @@ def say_failed(
     peers: Iterable[Peer],
     reason: str,
 ) -> None:
-    """Send decode ranks the engine's failure message of prefill's ``rank`` and, as a fourth frame, the reason."""
+    """Send decode ranks the engine's failure message and, as a fourth frame, the reason."""
     frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
     for peer in peers:
         try:
             connect(peer.endpoint, peer.port).send_multipart(frames)
         except Exception as e:
             notices.undelivered(room, peer)
-            logger.warning("Could not tell decode at %s:%s that room %s failed: %s", peer.endpoint, peer.port, room, e)
+            logger.warning(
+                "Could not tell decode at %s:%s that room %s failed: %s",
+                peer.endpoint,
+                peer.port,
+                room,
+                e,
+            )

@@ -1,7 +1,7 @@
 """Delta transfer over NIXL.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with #35360 (deferred release), #36612
-(failures) and #32270 (senders told apart), all merged.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with #35360 (deferred
+release), #36612 (failures) and #32270 (senders told apart), all merged.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ __all__ = [
 class TransferInfo(engine.TransferInfo):
     """Decode's request for KV, with the prefix it holds.
 
-    decode_prefix_len: tokens, 0 when decode names none. dummy: whether this prefill rank sends nothing, None when the
-    message does not say and empty indices mean it, as in the engine. parts: of extras, by tag, see `MessagePart`.
-    heard_until: see `Pulse`, when this was read.
+    decode_prefix_len: tokens, 0 for none. dummy: whether this rank sends nothing; None without the
+    flag, when empty indices mean it. parts: see `MessagePart`, by tag. heard_until: see `Pulse`.
     """
 
     decode_prefix_len: int = 0
@@ -63,16 +62,16 @@ class TransferInfo(engine.TransferInfo):
 
     @property
     def names_prefix(self) -> bool:
-        """Whether decode runs with the flag and this message says what it holds."""
+        """Whether decode runs with the flag, so that this message names its prefix."""
         return self.dummy is not None
 
     def is_dummy(self) -> bool:
-        """Replaces the engine's test: with a full hit, empty indices no longer mean a dummy rank."""
+        """Replaces the engine's test: a full hit has empty indices too."""
         return self.dst_kv_indices.size == 0 if self.dummy is None else self.dummy
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the frames that a decode worker with a radix cache appends."""
+        """Wraps the engine's parser: reads the frames that decode with a radix cache appends."""
         msg, parts = split_parts(msg)
         info = super().from_zmq(msg)
         if len(msg) > 8:
@@ -85,42 +84,38 @@ class TransferInfo(engine.TransferInfo):
 
 @dataclasses.dataclass
 class TransferStatus(engine.TransferStatus):
-    """What has arrived of one request, by sending prefill agent.
+    """What has arrived of one request, by sending agent; the engine's mixes up TP ranks."""
 
-    The engine counts by pipeline rank; two TP ranks that send to one decode rank are then one and never complete.
-    """
-
-    # Agents to hear from; chunks heard and chunks announced, by agent; agents whose metadata and state came.
+    # Expected agents; by agent, chunks received and announced; agents of metadata and of state.
     num_expected: int = 1
     chunks: dict[str, set[int]] = dataclasses.field(default_factory=dict)
     num_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     aux_from: set[str] = dataclasses.field(default_factory=set)
     state_from: set[str] = dataclasses.field(default_factory=set)
-    # Agents that said that they failed; they say so when none of their writes is under way.
+    # Agents that reported a failure; they do so when none of their writes is in flight.
     failed_from: set[str] = dataclasses.field(default_factory=set)
-    # Parts of the request that each agent answers, by tag, and the answers so far, by tag and agent.
+    # Tags of the request's parts that each agent answers; the answers so far, by tag and agent.
     asked: frozenset[bytes] = frozenset()
     answers: dict[bytes, dict[str, str]] = dataclasses.field(default_factory=dict)
-    # Why nothing more comes, where prefill is gone.
+    # Why nothing more comes, if prefill is lost.
     lost: str | None = None
 
     def is_done(self) -> bool:
-        """Replaces the engine's test: KV, metadata and expected state of every expected agent have arrived."""
+        """Replaces the engine's test: all of every expected agent has arrived."""
         if self.is_failure:
             return True
         return len(self._complete()) >= self.num_expected
 
     def _complete(self) -> set[str]:
-        """The agents all of whose parts are here."""
-        # A copy in one go: the thread that watches prefills asks too.
-        complete = {agent for agent, count in list(self.num_chunks.items()) if len(self.chunks[agent]) == count}
-        complete &= self.aux_from
+        # Copied at once: the thread that watches prefills calls this too.
+        done = {name for name, n in list(self.num_chunks.items()) if len(self.chunks[name]) == n}
+        done &= self.aux_from
         for tag in self.asked:
-            complete &= self.answers.get(tag, {}).keys()
-        return complete & self.state_from if self.expects_state else complete
+            done &= self.answers.get(tag, {}).keys()
+        return done & self.state_from if self.expects_state else done
 
     def add_notification(self, agent: str, said: wire.Notification, num_expected: int) -> None:
-        """Note what a prefill agent has said. num_expected: of agents to hear from."""
+        """Record a prefill agent's notification. num_expected: number of agents."""
         if isinstance(said, wire.Chunk):
             self.chunks.setdefault(agent, set()).add(said.number)
             if said.last:
@@ -137,11 +132,11 @@ class TransferStatus(engine.TransferStatus):
             self.failed_from.add(agent)
 
     def is_quiet(self) -> bool:
-        """Whether every expected agent has either written all it announced or said that it writes no more."""
+        """Whether every expected agent has written all it announced or reported its end."""
         return len(self._complete() | self.failed_from) >= self.num_expected
 
 
-# What NIXL has before each of decode's messages is the engine's guard; behind it they are read as these.
+# For the frames after the engine's guard.
 READER: Reader[str] = Reader(
     peer=lambda frames: frames[3].decode("ascii"),
     name=lambda info: info.agent_name,
@@ -153,31 +148,42 @@ class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
-
-    room_books = (*CommonKVManager.room_books, "awaited_rooms", "transfer_statuses", "unsettled", "cancels")
+    room_books = (
+        *CommonKVManager.room_books,
+        "awaited_rooms",
+        "transfer_statuses",
+        "unsettled",
+        "cancels",
+    )
 
     def __init__(self, *args, **kwargs):
-        """Adds the book that tells a late or foreign notification from a good one."""
-        # Before the engine's: it starts the thread that reads messages.
+        """Adds the tables that sort out late and foreign notifications."""
+        # Before the engine's `__init__`, which starts the thread that reads messages.
         self.awaited_rooms: set[int] = set()
-        # What has been posted since the sender of the moment began, also of a send that then fails.
+        # Handles posted by the current `send`, even if it fails later.
         self.posted: list = []
-        # Whether this rank writes the metadata of what is being sent, or only says that it has nothing to write.
+        # Whether this rank writes the metadata, or only reports that it has none.
         self.writes_metadata = True
-        # Failed senders whose writes were still under way when the engine let go of them.
+        # Failed senders with writes in flight when the engine released them.
         self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
-        """Adds a lock to the agent of a prefill worker, which the thread that reads messages uses too."""
+        """Adds a lock to prefill's agent, which the thread that reads messages uses too."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.agent = LockedAgent(self.agent)
         super().register_buffer_to_engine()
 
     def _start_bootstrap_thread(self) -> None:
-        """Replaces the engine's thread, which ends at the first message it cannot read, and with it all bootstraps."""
+        """Replaces the engine's thread, which ends at the first unreadable message."""
         self.inbox: PrefillInbox[str] = PrefillInbox(
-            Books(self.rooms, self.transfer_infos, self.decode_kv_args_table, self.cancels, self.end_notices),
+            Books(
+                self.rooms,
+                self.transfer_infos,
+                self.decode_kv_args_table,
+                self.cancels,
+                self.end_notices,
+            ),
             Backend(
                 rank_word="agent",
                 can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
@@ -199,9 +205,10 @@ class NixlKVManager(engine.NixlKVManager):
         threading.Thread(target=receive, daemon=True, name="nixl-bootstrap").start()
 
     def _on_message(self, frames: list[bytes]) -> None:
-        """Take one message of a decode worker: its registration, or one about a room."""
         if frames[0] != engine.GUARD:
-            raise ValueError(f"it does not start with {engine.GUARD!r}; is something else using this port?")
+            raise ValueError(
+                f"it does not start with {engine.GUARD!r}; is something else using this port?"
+            )
         message = READER.read(frames[1:])
         if isinstance(message, Registration):
             self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message.frames))
@@ -209,7 +216,7 @@ class NixlKVManager(engine.NixlKVManager):
         self.inbox.take(message)
 
     def _add_remote_peer(self, decode_kv_args) -> None:
-        """Wraps the engine's registration: one that NIXL refuses must not stay behind as if it had been made."""
+        """Wraps the engine's, which keeps a registration that NIXL refused."""
         try:
             super()._add_remote_peer(decode_kv_args)
         except Exception:
@@ -217,7 +224,7 @@ class NixlKVManager(engine.NixlKVManager):
             raise
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[str]:
-        """Whom to tell that a request failed."""
+        """The decode ranks to notify of a failure."""
         return {name for name, info in infos.items() if info.dummy is False}
 
     def add_transfer_request(
@@ -230,20 +237,24 @@ class NixlKVManager(engine.NixlKVManager):
         aux_index: int | None = None,
         state_indices: list[int] | None = None,
     ):
-        """Wraps the engine's transfer to count its bytes, and sends a last chunk without KV itself."""
-        infos = [info for info in self.transfer_infos[bootstrap_room].values() if not info.is_dummy()]
-        # As the engine does, for a decode worker without the flag.
+        """Wraps the engine's: counts bytes, and sends a last chunk without KV itself."""
+        infos = [i for i in self.transfer_infos[bootstrap_room].values() if not i.is_dummy()]
+        # Without the flag every stage writes it, as in the engine.
         self.writes_metadata = self.samples_tokens or not any(info.names_prefix for info in infos)
         if len(kv_indices) == 0:
             assert is_last and aux_index is not None
             return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index, state_indices)
         for info in infos:
-            room_for = len(info.dst_kv_indices[index_slice])
-            if room_for != len(kv_indices):
-                raise ValueError(f"decode allocated {room_for} of {len(kv_indices)} pages of a chunk")
-        for tag, answer in self.answers(bootstrap_room, infos, kv_indices, index_slice.start, is_last).items():
-            for info in [info for info in infos if tag in info.parts]:
-                self.agent.send_notif(info.agent_name, f"{bootstrap_room}_{tag.decode()}_{answer}".encode("ascii"))
+            size = len(info.dst_kv_indices[index_slice])
+            if size != len(kv_indices):
+                raise ValueError(f"decode allocated {size} of {len(kv_indices)} pages of a chunk")
+        for tag, answer in self.answers(
+            bootstrap_room, infos, kv_indices, index_slice.start, is_last
+        ).items():
+            for info in [i for i in infos if tag in i.parts]:
+                self.agent.send_notif(
+                    info.agent_name, f"{bootstrap_room}_{tag.decode()}_{answer}".encode("ascii")
+                )
         handles = super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, is_last, chunk_id, aux_index, state_indices
         )
@@ -257,26 +268,31 @@ class NixlKVManager(engine.NixlKVManager):
         return [handle for handle in handles if handle is not None]
 
     def send_kvcache(self, *args, **kwargs):
-        """Wraps the engine's send to remember what has been posted."""
+        """Wraps the engine's: records the posted handle."""
         return self._post(super().send_kvcache(*args, **kwargs))
 
     def send_kvcache_slice(self, *args, **kwargs):
-        """Wraps the engine's send to remember what has been posted."""
+        """Wraps the engine's: records the posted handle."""
         return self._post(super().send_kvcache_slice(*args, **kwargs))
 
-    def send_aux(self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int, notif: str):
-        """Wraps the engine's send to remember what has been posted.
-
-        Of several pipeline stages the last one writes the metadata, which it has sampled; the others send the
-        notification alone, and None is returned.
-        """
+    def send_aux(
+        self,
+        peer_name: str,
+        prefill_aux_index: int,
+        dst_aux_ptrs: list[int],
+        dst_aux_index: int,
+        notif: str,
+    ):
+        """Wraps the engine's: only the last pipeline stage writes; the others just notify."""
         if self.writes_metadata:
-            return self._post(super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif))
+            return self._post(
+                super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif)
+            )
         self.agent.send_notif(peer_name, notif.encode("ascii"))
         return None
 
     def maybe_send_extra(self, *args, **kwargs):
-        """Wraps the engine's send of a state to remember what has been posted."""
+        """Wraps the engine's: records the posted handle of a state."""
         handle = super().maybe_send_extra(*args, **kwargs)
         return handle if handle is None else self._post(handle)
 
@@ -290,31 +306,35 @@ class NixlKVManager(engine.NixlKVManager):
         self.unsettled = [sender for sender in self.unsettled if not sender.settle()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """Wraps the engine's, which iterates over what the scheduler changes; says why its requests fail."""
+        """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             return super()._handle_node_failure(failed_bootstrap_addr)
         for room in self.lose_prefill(failed_bootstrap_addr):
             status = self.transfer_statuses.get(room)
-            reason = f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+            reason = (
+                f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
+            )
             if status is not None:
-                # All may have come: its next poll reads the notifications first.
+                # All may have arrived: its next poll reads the notifications first.
                 status.lost = reason
             else:
                 self.fail_room(room, reason)
 
     def _send_without_kv(
-        self, room: int, infos: list[TransferInfo], chunk_id: int, aux_index: int, state_indices: list[int] | None
+        self, room: int, infos: list[TransferInfo], chunk: int, aux: int, states: list[int] | None
     ) -> list:
-        """Full hit: the notification that closes the KV part, with nothing before it, the state and the metadata."""
+        """Full hit: sends the notification that ends the KV, then state and metadata."""
         handles = []
         for info in infos:
-            self.agent.send_notif(info.agent_name, f"{room}_kv_{chunk_id}_1_{self.kv_args.pp_rank}".encode("ascii"))
+            self.agent.send_notif(
+                info.agent_name, f"{room}_kv_{chunk}_1_{self.kv_args.pp_rank}".encode("ascii")
+            )
             peer = self.decode_kv_args_table[info.agent_name]
-            if state_indices is not None:
+            if states is not None:
                 handles.append(
                     self.maybe_send_extra(
                         info.agent_name,
-                        state_indices,
+                        states,
                         peer.dst_state_data_ptrs,
                         info.dst_state_indices,
                         peer.gpu_id,
@@ -323,31 +343,39 @@ class NixlKVManager(engine.NixlKVManager):
                     )
                 )
             handles.append(
-                self.send_aux(info.agent_name, aux_index, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux")
+                self.send_aux(
+                    info.agent_name, aux, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux"
+                )
             )
-            states = 0 if state_indices is None else len(info.dst_state_indices)
-            self.count_transfer(info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=states)
+            sent = 0 if states is None else len(info.dst_state_indices)
+            self.count_transfer(
+                info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=sent
+            )
         self.end_room(room, posted=True)
         return [handle for handle in handles if handle is not None]
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
-        """Tell decode agents that ``room`` failed, so that they need not wait for their time-out; each of them once."""
+        """Notify decode agents, once each, that ``room`` failed."""
         for name in self.end_notices.take(room, agent_names):
             try:
                 self.agent.send_notif(name, f"{room}_fail_{reason}".encode("ascii", "replace"))
             except Exception as e:
-                logger.warning("Could not tell decode agent %s that room %s failed: %s", name, room, e)
-                # It may be told when it asks again, by giving the request up.
+                logger.warning(
+                    "Could not tell decode agent %s that room %s failed: %s", name, room, e
+                )
+                # It is notified when it cancels the request.
                 self.end_notices.undelivered(room, name)
 
     def update_transfer_status(self) -> None:
-        """Replaces the engine's reading of notifications: a bad one, or one of a room that has ended, harms none."""
-        for agent_name, messages in self.agent.get_new_notifs().items():
-            for message in messages:
+        """Replaces the engine's: a bad or late notification harms no request."""
+        for agent, messages in self.agent.get_new_notifs().items():
+            for data in messages:
                 try:
-                    self._on_notification(agent_name, message.decode("ascii"))
+                    self._on_notification(agent, data.decode("ascii"))
                 except (ValueError, IndexError) as e:
-                    logger.error("Ignored a notification of prefill agent %s: %r (%s)", agent_name, message[:64], e)
+                    logger.error(
+                        "Ignored a notification of prefill agent %s: %r (%s)", agent, data[:64], e
+                    )
 
     def _on_notification(self, agent_name: str, text: str) -> None:
         room, kind, rest = wire.room_of(text)
@@ -363,40 +391,38 @@ class NixlKVManager(engine.NixlKVManager):
 
 
 class NixlKVSender(engine.NixlKVSender):
-    """NIXL sender that starts at decode's prefix, and whose failure is its own request's only."""
+    """NIXL sender that starts at decode's prefix; a failure concerns one request only."""
 
     xfer_handles: list[Any]
 
     def _release(self) -> None:
-        """Give back the handles of writes that have ended. One that is collected gives itself back, without a lock."""
+        """Release finished handles, with the lock: garbage collection would take none."""
         self.kv_mgr.rooms.written(self.bootstrap_room, self)
         handles, self.xfer_handles = self.xfer_handles, []
         for handle in handles:
             try:
                 self.kv_mgr.agent.release_xfer_handle(handle)
             except Exception as e:
-                # Of one that has failed NIXL may keep it.
+                # NIXL may keep the handle of a failed write.
                 logger.debug("Room %s: %r", self.bootstrap_room, e)
 
     def _close(self) -> None:
-        """Tell every decode rank that this rank sends to, once, and close the books. For when no write is under way.
-
-        Decode gives the pages away when it learns of a failure.
-        """
+        """Notify decode and remove the request. No write may be in flight: decode reuses pages."""
         self._release()
         if not self.state.reach(Phase.CLOSED):
             return
         manager, room, reason = self.kv_mgr, self.bootstrap_room, self.state.reason
         with manager.rooms.lock:
-            # First: when decode has been told it may use the room again.
+            # First: once notified, decode may use the room again.
             peers = self.end_failed_room(reason)
             manager.forget(room)
         manager.tell_failure(room, peers, reason)
-        # Recorded meanwhile.
-        manager.failure_records.pop(room, None)
+        manager.failure_records.pop(room, None)  # Recorded meanwhile.
 
-    def send(self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None) -> None:
-        """A failed request sends nothing, and an error fails this request only."""
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
+        """Wraps the engine's: a failed request sends nothing; an error fails this request only."""
         self.fail_if_refused()
         if self.has_failed():
             return
@@ -404,17 +430,17 @@ class NixlKVSender(engine.NixlKVSender):
         try:
             super().send(kv_indices, state_indices)
         except Exception as e:
-            # The engine has lost the writes that it posted before the one that failed.
+            # The engine loses the handles that it posted before the error.
             self.xfer_handles.extend(self.kv_mgr.posted)
             self.fail(f"transfer over NIXL failed: {e!r}")
 
     def abort(self) -> None:
-        """An abort comes too late when everything has been posted, or the request has failed."""
+        """Wraps the engine's: has no effect once all is posted or the request has failed."""
         if not (self.has_sent or self.has_failed()):
             super().abort()
 
     def _states(self) -> list[str]:
-        """The states of all posted writes. NIXL raises for one whose peer is lost."""
+        """The states of all posted writes. NIXL raises for a lost peer."""
         states = []
         for handle in self.xfer_handles:
             try:
@@ -425,14 +451,11 @@ class NixlKVSender(engine.NixlKVSender):
         return states
 
     def is_writing(self) -> bool:
-        """Whether some of what a decode worker with a radix cache has asked for is under way."""
+        """Whether writes to a decode worker with a radix cache are in flight."""
         return names_prefix(self.state.asked.values()) and "PROC" in self._states()
 
     def poll(self) -> KVPoll:
-        """Replaces the engine's poll, in which an error ends the scheduler and an abort goes unseen.
-
-        A failed request is reported only when none of its writes is under way: its pages are freed after that.
-        """
+        """Replaces the engine's, which raises and ignores aborts. Failed: no write is in flight."""
         if self.waits_unasked():
             return KVPoll.Bootstrapping
         manager, room = self.kv_mgr, self.bootstrap_room
@@ -449,7 +472,7 @@ class NixlKVSender(engine.NixlKVSender):
                 return KVPoll.Success
             status = manager.check_status(room)
             if status == KVPoll.Success:
-                # A rank that has nothing to send, with context parallelism; the engine would leave it in its book.
+                # With context parallelism, a rank without data; the engine would never remove it.
                 manager.end_room(room)
                 manager.request_status.pop(room)
                 self.has_sent = True
@@ -463,17 +486,14 @@ class NixlKVSender(engine.NixlKVSender):
         return KVPoll.Failed
 
     def settle(self) -> bool:
-        """Tell decode of the failure if no write is under way; whether that is so."""
+        """Report the failure to decode if no write is in flight; returns whether that is so."""
         if "PROC" in self._states():
             return False
         self._close()
         return True
 
     def failure_exception(self) -> None:
-        """Replaces the engine's: says what failed. Here the engine lets go of the request, on every rank.
-
-        A rank that has not failed itself is not polled again, but has to answer decode like the others.
-        """
+        """Replaces the engine's: answers decode too, because no rank is polled again."""
         reason = self.take_reason()
         if not self.settle():
             self.kv_mgr.unsettled.append(self)
@@ -481,12 +501,12 @@ class NixlKVSender(engine.NixlKVSender):
 
 
 def _header(receiver: Any) -> list[bytes]:
-    room, manager = receiver.bootstrap_room, receiver.kv_mgr
-    return [engine.GUARD, *room_header(room, manager.local_ip, manager.rank_port, manager.agent.name)]
+    room, mgr = receiver.bootstrap_room, receiver.kv_mgr
+    return [engine.GUARD, *room_header(room, mgr.local_ip, mgr.rank_port, mgr.agent.name)]
 
 
 class NixlKVReceiver(engine.NixlKVReceiver):
-    """NIXL receiver that asks for the delta and cleans up after every end."""
+    """NIXL receiver that asks for the delta and cleans up after every outcome."""
 
     carries_prefix = True
     _status: TransferStatus | None = None
@@ -498,22 +518,20 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         state_indices: list[int] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Wraps the engine's message; with a prefix to name, sends the longer one of docs/protocol.md itself.
-
-        kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds, None to send the engine's
-        message byte for byte.
-        """
-        # What lies there is of an earlier request of this room.
+        """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md."""
+        # Discard notifications of an earlier request of this room.
         self.kv_mgr.update_transfer_status()
         self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
-        self.kv_mgr.transfer_statuses[self.bootstrap_room].num_expected = self.required_prefill_response_num
+        self.kv_mgr.transfer_statuses[
+            self.bootstrap_room
+        ].num_expected = self.required_prefill_response_num
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
 
-        def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
-            return [pages, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, states]
+        def body(is_dummy: bool, kv: bytes, state: bytes) -> list[bytes]:
+            return [kv, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, state]
 
         frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
         asked = self.send_requests(kv_indices, frames)
@@ -525,16 +543,16 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
-        """Forgets a request whichever way it ends."""
+        """Wraps the engine's: removes an ended request."""
         self.shake_hands()
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
         if status is not None and status.lost is not None and self.conclude_state is None:
             self._fail_if_lost(status, status.lost)
-        # Before the room is forgotten, after which no reason is recorded.
+        # Before the room is removed, after which no reason is recorded.
         state = self.once_metadata_landed(super().poll())
         if self.fenced and state == KVPoll.Failed:
             if status is not None:
-                # The engine's poll has dropped it; `writers_done` goes on from what it knows.
+                # The engine's poll has removed it; `writers_done` still needs it.
                 self.kv_mgr.transfer_statuses[self.bootstrap_room] = status
         elif self.conclude_state is not None and state != KVPoll.Transferring:
             with self.kv_mgr.rooms.lock:
@@ -542,18 +560,17 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         return state
 
     def _fail_if_lost(self, status: TransferStatus, reason: str) -> None:
-        """Its prefill is gone: fail, unless all has come before that."""
         self.kv_mgr.update_transfer_status()
         if not status.is_done():
             status.is_failure = True
             self.kv_mgr.fail_room(self.bootstrap_room, reason)
 
     def answers(self, tag: bytes) -> Iterable[str]:
-        """Replaces the base class's: they came as notifications."""
+        """Replaces the base class's: answers arrive as notifications."""
         return self._status.answers.get(tag, {}).values() if self._status is not None else ()
 
     def clear(self) -> None:
-        """Called at commit, where no book may be left open."""
+        """Replaces the engine's, at commit: removes the request from all tables."""
         self.end()
 
     def _forget_room(self) -> None:
@@ -570,13 +587,13 @@ class NixlKVReceiver(engine.NixlKVReceiver):
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
         status = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
-        # It is dropped when all has come, after which a request may still fail for its metadata.
+        # Removed when all has arrived; a request may then still fail because of its metadata.
         return status is None or status.is_quiet()
 
     failure_exception = CommonKVReceiver.failure_exception
 
 
 class NixlKVBootstrapServer(engine.NixlKVBootstrapServer):
-    """Says that prefills over NIXL understand a decode prefix."""
+    """Reports that prefills over NIXL understand a decode prefix."""
 
     decode_prefix_version = DECODE_PREFIX_VERSION

@@ -9,7 +9,7 @@ import threading
 
 
 class LockedAgent:
-    """Lets one thread at a time call the agent; NIXL itself takes no lock unless it listens on a port."""
+    """Lets one thread at a time call the agent; NIXL locks only if it listens on a port."""
 
     def __init__(self, agent):
         self._agent, self._lock = agent, threading.Lock()

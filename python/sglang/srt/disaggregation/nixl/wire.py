@@ -1,6 +1,7 @@
-"""Prefill's notifications over NIXL, parsed once into typed values. docs/protocol.md has the texts.
+"""Prefill's notifications over NIXL, parsed into typed values. docs/protocol.md has the texts.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); failures #36612 (merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); failures #36612
+(merged).
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata buffer has been written, as far as this agent has anything to write there."""
+    """The metadata buffer has been written, or this agent has none to write."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state, or the window, of a hybrid model has been written."""
+    """The mamba state or SWA window of a hybrid model has been written."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What this agent answers to a part of decode's request, see `MessagePart`."""
+    """This agent's answer to a part of decode's request, see `MessagePart`."""
 
     tag: bytes
     text: str
@@ -47,13 +48,13 @@ Notification = Chunk | Metadata | State | Answer | Failure
 
 
 def room_of(text: str) -> tuple[int, str, list[str]]:
-    """The room of a notification, its kind and what follows. Raises ValueError for what is none."""
+    """Split a notification into room, kind and rest. Raises ValueError if it is malformed."""
     room, kind, *rest = text.split("_", 2)
     return int(room), kind, rest
 
 
 def read(kind: str, rest: list[str]) -> Notification:
-    """What a notification says. Raises ValueError or IndexError for what it cannot say."""
+    """Parse a notification. Raises ValueError or IndexError if it is malformed."""
     if kind == "kv":
         chunk, last, _ = (int(part) for part in rest[0].split("_"))
         if chunk < 0 or last not in (0, 1):
