@@ -456,6 +456,7 @@ def test_a_flush_while_it_is_written_and_fetched(any_world):
     while decode_req.req in one.running:
         one.decode()
     one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
+    one.until(lambda: gate.calls)
     assert one.storage.writes.waiting == 24
     one.forget()
     gate.open.set()
