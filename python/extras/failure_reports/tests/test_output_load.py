@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from prefill_loop import PrefillLoop
+from sglang.srt.disaggregation import refusal
+from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from test_prefill_answered import told_by
 
@@ -67,3 +69,19 @@ def test_a_prefill_tells_all_that_fail_before_their_turn_at_once(monkeypatch):
     loop.ranks.rank.number = 0
     _, failed = loop.schedulers[0].disagg_prefill_bootstrap_queue.pop_bootstrapped(True)
     assert len(failed) == 5 and [len(message.rids) for message in messages if message.rids] == [5]
+
+
+def test_what_decode_has_refused_is_counted_as_its_client_was_told(monkeypatch):
+    """The answer turns the engine's 500 into decode's 400, and a metric counts failures that are not the client's."""
+    ended: list[int] = []
+    counts = hooks.Events()
+    counts.ended = lambda reason: ended.append(reason.status_code)
+    monkeypatch.setitem(hooks._makers, hooks.Events, [lambda args: counts])
+    loop = PrefillLoop(monkeypatch, 1, False)
+    told_by(loop)
+    scheduler = loop.schedulers[0]
+    loop.arrive(20, 5, asked=False)
+    scheduler.handle_refused_request(refusal.RefusedReq(5, "n must be 1", by_decode=True))
+    loop.ranks.rank.number = 0
+    scheduler.disagg_prefill_bootstrap_queue.pop_bootstrapped()
+    assert ended == [400]

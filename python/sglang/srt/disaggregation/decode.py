@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
+
+from sglang_pd_radix.patching import loader
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -221,7 +224,8 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.ranks = Ranks(self.gloo_group)
         hooks = self.transfer_queue.hooks
         sources, figures = tuple(of() for of in hooks.source), [of() for of in hooks.measured]
-        if not self.ranks.are_alike([sum(one.width for one in figures)]):
+        extras = zlib.crc32(",".join(loader.extras()).encode())
+        if not self.ranks.are_alike([sum(one.width for one in figures), extras]):
             raise ValueError(
                 "the TP ranks of this decode worker do not measure the same: options, extras or "
                 "the package differ between its nodes. Start all of them with the same options and "

@@ -45,12 +45,16 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
         self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None
     ):
         """Sets the chunk cursor of the requests that the engine pops."""
-        popped, failed = super().pop_bootstrapped(True, rids_to_check)
+        popped, failed = self.pop_and_answer(rids_to_check)
         for req in popped:
             req.start_send_idx = getattr(req.disagg_kv_sender, "decode_prefix_len", 0)
         for req in failed:
             events_of(self.scheduler.server_args).ended(req.finished_reason)
         return (popped, failed) if return_failed_reqs else popped
+
+    def pop_and_answer(self, rids_to_check: list[str] | None):
+        """Pop as the engine, which also answers the clients of failed requests."""
+        return super().pop_bootstrapped(True, rids_to_check)
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):

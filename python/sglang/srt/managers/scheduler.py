@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
 from sglang.srt.managers import scheduler as engine
+from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import keep_extra_key
 from sglang.srt.mem_cache import cache_support, kv_cache_builder, state_kind
@@ -31,6 +32,9 @@ class Scheduler(engine.Scheduler):
 
     Methods of the engine's mixins are overridden in the modules of these.
     """
+
+    # The engine's: a flush that waits until the worker is idle, and its deadline.
+    _pending_flush: tuple[Any, float] | None = None
 
     # ---- the tree ----
 
@@ -202,3 +206,20 @@ class Scheduler(engine.Scheduler):
         if self.has_quarantine():
             flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
         return flush()
+
+    def flush_cache_wrapped(self, recv_req):
+        """With several TP ranks, the ranks agree whether to flush."""
+        if self._flushes_alone() or self._pending_flush is not None:
+            return super().flush_cache_wrapped(recv_req)
+        return begin_flush(self, recv_req, super().flush_cache_wrapped)
+
+    def _check_pending_flush(self) -> None:
+        """With several TP ranks, the ranks flush, or give up, in the same step."""
+        if self._pending_flush is None or self._flushes_alone():
+            super()._check_pending_flush()
+        else:
+            check_pending_flush(self, super()._check_pending_flush)
+
+    def _flushes_alone(self) -> bool:
+        mode, plain = self.disaggregation_mode, engine.DisaggregationMode.NULL
+        return self.attn_tp_size == 1 or (mode == plain and not hasattr(self.tree_cache, "tier"))

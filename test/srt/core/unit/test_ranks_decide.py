@@ -11,6 +11,8 @@ from ranks import assert_same
 from sglang.srt.disaggregation.decode_radix.tp_agreement import DISAGREEMENTS
 from test_traps import Rank, serve_to_end, tokens
 
+from sglang_pd_radix.patching import loader
+
 
 def silent_prefill(rank: int, silent: int) -> list[Any]:
     """So many requests of a prefill that does not answer came first; those of another prefill keep coming."""
@@ -84,3 +86,17 @@ def test_ranks_that_differ_for_long_end_together(pair, differing):
     """They skip steps, and would for ever: nothing brings them together again."""
     steps, why = assert_same(pair.run(differ_for_long, differing))
     assert steps == DISAGREEMENTS - 1 and "TP ranks have disagreed for 64 steps" in why
+
+
+def with_extras_of_its_own(rank: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "extras", lambda: ("a", "b")[: rank + 1])
+        with pytest.raises(ValueError) as refused:
+            World(size=64, group=dist.group.WORLD)
+    return [str(refused.value)]
+
+
+def test_ranks_of_other_extras_do_not_start(pair):
+    """An extra may begin a collective when the worker starts: in gloo, ranks of two lists aborted."""
+    (message,) = assert_same(pair.run(with_extras_of_its_own))
+    assert "SGLANG_PD_RADIX_EXTRAS" in message

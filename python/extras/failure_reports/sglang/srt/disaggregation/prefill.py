@@ -57,10 +57,10 @@ def _goes_well(req: Req) -> bool:
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Answers all that fail in one step at once."""
 
-    def pop_bootstrapped(self, *args, **kwargs):
-        """Wraps what the engine tells of them."""
+    def pop_and_answer(self, *args):
+        """Adds that the answers are one message, which may set the status by which they are counted."""
         with _told_at_once(self.scheduler):
-            return super().pop_bootstrapped(*args, **kwargs)
+            return super().pop_and_answer(*args)
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):

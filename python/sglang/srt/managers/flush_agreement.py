@@ -1,7 +1,7 @@
-"""Flushes that several ranks do together, or none of them.
+"""TP ranks flush together or not at all.
 
-A rank may be the only one that is not idle: while it saves pages, or prefill may read some of its pages alone. A tree
-that only some of them have emptied is not that of the others.
+One rank alone may be busy, as while it saves pages. If only some ranks flushed, their trees would
+differ from those of the others.
 
 Upstream: none is known.
 """
@@ -20,7 +20,7 @@ __all__ = ["begin_flush", "check_pending_flush"]
 
 
 def begin_flush(scheduler: Any, recv_req: Any, flush: Callable[[Any], Any]) -> Any:
-    """The answer to a request for a flush, which all ranks take in the same turn; None if it waits for them."""
+    """The answer to a flush request, which all ranks take in one step; None if it waits."""
     if recv_req.timeout_s and recv_req.timeout_s > 0:
         scheduler._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
         return None
@@ -30,19 +30,21 @@ def begin_flush(scheduler: Any, recv_req: Any, flush: Callable[[Any], Any]) -> A
 
 
 def check_pending_flush(scheduler: Any, check: Callable[[], None]) -> None:
-    """Ranks give up together: by its own clock, one would do so while another flushes a turn later."""
+    """Flush, or give up, on all ranks: by their own clocks, one might give up and another flush."""
     recv_req, deadline = scheduler._pending_flush
     idle, in_time = _said_by_all(scheduler, scheduler.is_fully_idle(), time.monotonic() < deadline)
     if idle:
         check()
     elif not in_time:
         scheduler._pending_flush = None
-        answer = FlushCacheReqOutput(success=False, message="Requests were left until the time was up.")
+        answer = FlushCacheReqOutput(
+            success=False, message="Requests were left until the time was up."
+        )
         scheduler.send_to_tokenizer.send_output(answer, recv_req)
 
 
 def _said_by_all(scheduler: Any, *said: bool) -> list[int]:
-    """Of each of these whether all ranks say so, 1 or 0."""
+    """For each figure 1 if it is true on all ranks, else 0."""
     state = torch.tensor([int(yes) for yes in said])
     dist.all_reduce(state, op=dist.ReduceOp.MIN, group=scheduler.attn_tp_cpu_group)
     return state.tolist()
