@@ -33,7 +33,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.utils import broadcast_pyobj
 from sglang.utils import TypeBasedDispatcher
-from test_flushes import Rank
+from test_flush_together import Rank
 
 # What the tokenizer manager sends: its name, and whether it flushes.
 MESSAGES: dict[str, Callable[[bool], Any]] = {

@@ -44,7 +44,7 @@ def check_pending_flush(scheduler: Any, check: Callable[[], None]) -> None:
 
 
 def _said_by_all(scheduler: Any, *said: bool) -> list[int]:
-    """For each figure 1 if it is true on all ranks, else 0."""
+    """Per flag: 1 if it is true on all ranks, else 0."""
     state = torch.tensor([int(yes) for yes in said])
     dist.all_reduce(state, op=dist.ReduceOp.MIN, group=scheduler.attn_tp_cpu_group)
     return state.tolist()

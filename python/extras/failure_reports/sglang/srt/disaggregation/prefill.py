@@ -58,7 +58,7 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Answers all that fail in one step at once."""
 
     def pop_and_answer(self, *args):
-        """Adds that the answers are one message, which may set the status by which they are counted."""
+        """Sends all answers as one message; sending may change the status that is counted afterwards."""
         with _told_at_once(self.scheduler):
             return super().pop_and_answer(*args)
 
