@@ -1,7 +1,6 @@
 """Scheduler of a prefill or decode worker: its tree, aborts, in-flight batches and flushes.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); the limit on LoRA
-adapters #39332 (merged).
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
