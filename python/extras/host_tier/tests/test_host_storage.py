@@ -46,7 +46,7 @@ def test_what_has_left_host_memory_comes_back(any_world):
     one.complete(decode_req)
     one.step()
     one.check()
-    state = one.tier.state()["storage"]
+    state = one.tier.report()["storage"]
     assert (state["fetched"], state["late"], state["loading"], state["requests"]) == (24, 0, 0, 0)
     assert one.storage.fetches.brought == {}
 
@@ -58,16 +58,16 @@ def test_what_another_worker_has_generated_comes_from_there(any_world):
     one.serve(prompt, max_new=9)
     # 7, then 5 seven times; of the last token of an answer there is no KV.
     assert two.serve(prompt + [7] + [5] * 7 + [1, 2, 3]) == 32
-    assert two.tier.state()["storage"]["fetched"] == 32
+    assert two.tier.report()["storage"]["fetched"] == 32
 
 
 def test_only_what_is_missing_in_host_memory_is_fetched(any_world):
     one, two = any_world(), any_world()
     one.serve(tokens(1, 40))
-    assert two.serve(tokens(1, 20)) == two.tier.state()["storage"]["fetched"] == 20
+    assert two.serve(tokens(1, 20)) == two.tier.report()["storage"]["fetched"] == 20
     decode_req = two.admit(tokens(1, 40))
     assert (decode_req.req.decode_prefix_len, decode_req.req.from_host, decode_req.req.from_storage) == (20, 20, 20)
-    assert two.tier.state()["storage"]["fetched"] == 40
+    assert two.tier.report()["storage"]["fetched"] == 40
     two.check()
     assert two.tier.host.peek(tokens(1, 40), None).length == 40
 
@@ -75,15 +75,15 @@ def test_only_what_is_missing_in_host_memory_is_fetched(any_world):
 def test_what_is_stored_is_not_written_again(any_world):
     one, two = any_world(), any_world()
     one.serve(tokens(1, 24))
-    assert one.tier.state()["storage"]["written"] == 24
+    assert one.tier.report()["storage"]["written"] == 24
     two.storage.stopped = True
     two.serve(tokens(1, 24))
-    state = two.tier.state()["storage"]
+    state = two.tier.report()["storage"]
     assert (state["written"], state["known"]) == (0, 24)
     one.forget()
     one.serve(tokens(1, 24) + tokens(9, 4))
     # What was fetched need not be looked at.
-    state = one.tier.state()["storage"]
+    state = one.tier.report()["storage"]
     assert (state["written"], state["known"]) == (28, 0)
 
 
@@ -101,7 +101,7 @@ def test_a_short_prompt_is_not_asked_for(world):
     one = world(limits=PATIENT._replace(threshold=32))
     one.serve(tokens(1, 24))
     one.forget()
-    assert one.serve(tokens(1, 24)) == 0 and one.tier.state()["storage"]["fetched"] == 0
+    assert one.serve(tokens(1, 24)) == 0 and one.tier.report()["storage"]["fetched"] == 0
     one.forget()
     # It has too little of this one.
     assert one.serve(tokens(1, 24) + tokens(9, 20)) == 0
@@ -158,7 +158,7 @@ def test_a_storage_that_hangs_costs_its_hit_and_a_while(any_world, name):
     time_is_up(two)
     two.until(lambda: waiting not in two.queue.queue)
     assert (waiting.kv_receiver.prefix_len, waiting.req.from_storage) == (0, 0)
-    assert two.tier.state()["storage"]["late"] == 1 and two.storage.fetches.loading_tokens == 0
+    assert two.tier.report()["storage"]["late"] == 1 and two.storage.fetches.loading_tokens == 0
     for decode_req in (waiting, passing):
         two.complete(decode_req)
     two.step()
@@ -189,7 +189,7 @@ def test_what_has_come_in_time_counts(any_world):
 
     two.files.get = slow
     decode_req = two.admit(prompt)
-    assert decode_req.req.from_storage == 12 and two.tier.state()["storage"]["late"] == 1
+    assert decode_req.req.from_storage == 12 and two.tier.report()["storage"]["late"] == 1
     gate.set()
     two.complete(decode_req)
     two.step()
@@ -256,14 +256,14 @@ def test_a_storage_that_takes_nothing(world, monkeypatch, caplog, number):
         one.serve(tokens(1, 24))
         one.serve(tokens(50, 12))
         assert not one.stored() and not list(one.files.path.iterdir())
-    state = one.tier.state()["storage"]
+    state = one.tier.report()["storage"]
     # One page of it failed, and after that it was left alone. It is saved in three parts, and tried again with each.
     assert (state["written"], state["failed"]) == (0, PAGE) and state["dropped"] >= 32
     assert caplog.text.count("Writing to the storage of KV") == 1 and os.strerror(number) in caplog.text
     # The time for which it is left alone is over.
     one.tier.storage.threads.writing._until = 0.0
     one.serve(tokens(1, 24) + tokens(9, 4))
-    assert one.tier.state()["storage"]["written"] == 28
+    assert one.tier.report()["storage"]["written"] == 28
     one.forget()
     assert one.serve(tokens(1, 24) + tokens(9, 4)) == 28
 
@@ -367,7 +367,7 @@ def test_what_leaves_host_memory_while_it_waits_is_not_written(any_world):
         one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
     gate.open.set()
     one.settle()
-    state = one.tier.state()["storage"]
+    state = one.tier.report()["storage"]
     # Of the first, what was read before it left.
     assert len(one.inside.names()) * PAGE == state["written"] < 36 and state["dropped"] > 0
     for prompt in (tokens(start, 12) for start in (1, 50, 100)):
@@ -388,11 +388,11 @@ def test_a_page_that_is_given_away_while_it_is_read_is_not_written(any_world):
 
     pages.read = reading
     one.serve_in_one(tokens(1, 24))
-    assert not one.inside.names() and one.tier.state()["storage"]["dropped"] == 24
+    assert not one.inside.names() and one.tier.report()["storage"]["dropped"] == 24
     pages.read = read
     # With what comes behind it.
     one.serve(tokens(1, 24) + tokens(9, 4))
-    assert one.tier.state()["storage"]["written"] == 28
+    assert one.tier.report()["storage"]["written"] == 28
 
 
 def test_a_page_that_found_no_room_is_written_later(any_world):
@@ -404,7 +404,7 @@ def test_a_page_that_found_no_room_is_written_later(any_world):
     one.files.set = lambda key, page: key != names[2] and put(key, page)
     one.serve_in_one(prompt)
     assert one.inside.names() == sorted([*names[:2], *names[4:]]) and not one.threads.writing.pausing
-    state = one.tier.state()["storage"]
+    state = one.tier.report()["storage"]
     assert (state["written"], state["dropped"], state["failed"]) == (16, 8, 0)
     assert two.serve(prompt) == 8
     one.files.set = put
@@ -422,10 +422,10 @@ def test_more_than_may_wait_is_dropped(any_world):
         while decode_req.req in one.running:
             one.decode()
         one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
-    assert one.storage.writes.waiting == 16 and one.tier.state()["storage"]["dropped"] == 8 + 16
+    assert one.storage.writes.waiting == 16 and one.tier.report()["storage"]["dropped"] == 8 + 16
     gate.open.set()
     one.settle()
-    assert one.tier.state()["storage"]["written"] == 16
+    assert one.tier.report()["storage"]["written"] == 16
 
 
 # ---- ends ----
@@ -462,7 +462,7 @@ def test_a_flush_while_it_is_written_and_fetched(any_world):
     gate.open.set()
     one.settle()
     # What is in those pages now is not what was to be written: only what had been read by then is.
-    assert len(one.inside.names()) == 1 and one.tier.state()["storage"]["dropped"] == 20
+    assert len(one.inside.names()) == 1 and one.tier.report()["storage"]["dropped"] == 20
     assert one.serve(prompt) == PAGE
     one.forget()
     assert one.serve(prompt) == 24
@@ -477,10 +477,10 @@ def test_new_weights_do_not_read_what_the_old_have_written(any_world):
     one.weights += 1
     assert one.serve(prompt) == 0
     one.forget()
-    assert one.serve(prompt) == 0 and one.tier.state()["storage"]["written"] == 24
+    assert one.serve(prompt) == 0 and one.tier.report()["storage"]["written"] == 24
     stored = one.inside.names()
     one.serve(tokens(50, 12))
-    assert one.inside.names() == stored and not one.tier.state()["storage"]["in_use"]
+    assert one.inside.names() == stored and not one.tier.report()["storage"]["in_use"]
 
 
 # ---- ranks ----

@@ -167,7 +167,7 @@ def test_a_conversation_that_comes_back_is_copied_and_prefill_sends_what_is_new(
     first = tokens(1, 24)
     saved(one, first)
     leave_pool(one)
-    assert one.tier.state()["saved"] == 24 and not one.tier.saves.busy
+    assert one.tier.report()["saved"] == 24 and not one.tier.saves.busy
     prompt = first + tokens(9, 10)
     decode_req = admit(one, prompt)
     receiver, req = decode_req.kv_receiver, decode_req.req
@@ -323,7 +323,7 @@ def test_host_memory_that_others_hold_is_not_taken():
     for _ in range(4):
         one.step()
         one.check()
-    assert one.tier.state()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
+    assert one.tier.report()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
     # When it is met again, there may be room.
     one.complete(held)
     one.step()
@@ -340,7 +340,7 @@ def test_two_that_do_not_fit_together_do_not_take_it_from_each_other_for_ever():
         serve_to_end(one, tokens(start, 24))
     for _ in range(20):
         one.step()
-    assert not one.tier.saves.busy and one.tier.state()["dropped"] > 0
+    assert not one.tier.saves.busy and one.tier.report()["dropped"] > 0
     one.check()
 
 

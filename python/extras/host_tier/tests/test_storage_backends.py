@@ -116,7 +116,7 @@ def test_a_master_that_hangs_holds_up_no_step(own_master):
         time.sleep(0.005)
     # Its time was up; a step that waited for the master would take as long as it hangs.
     assert 0.3 <= time.monotonic() - begun < 10 and worst < 2
-    assert (decode_req.kv_receiver.prefix_len, two.tier.state()["storage"]["late"]) == (0, 1)
+    assert (decode_req.kv_receiver.prefix_len, two.tier.report()["storage"]["late"]) == (0, 1)
     own_master.go_on()
     for world in one, two:
         world.close()

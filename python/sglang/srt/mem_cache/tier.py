@@ -112,7 +112,7 @@ class Tier:
         """Tokens of the pool that copies use outside the tree."""
         return 0
 
-    def state(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Content of ``kv_pool.host``."""
         return {}
 

@@ -46,7 +46,7 @@ class Scheduler(engine.Scheduler):
             return
         if self._host_counters is None:
             self._host_counters = HostCounters(events_of(self.server_args))
-        if host := self.tree_cache.tier.state():
+        if host := self.tree_cache.tier.report():
             self._host_counters.loaded(host["loaded"])
             self.stats.hicache_host_total_tokens = host["size"]
             self.stats.hicache_host_used_tokens = host["size"] - host["available"]

@@ -66,7 +66,7 @@ class Pools:
             state |= {"locks_taken": tree.locks_taken, "locks_released": tree.locks_released}
             if idle and "audit" not in state:
                 state["audit"] = self.audit()
-            if host := tree.tier.state():
+            if host := tree.tier.report():
                 state["host"] = host
         return state
 

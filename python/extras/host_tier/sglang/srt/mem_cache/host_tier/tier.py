@@ -161,7 +161,7 @@ class HostTier(tier.Tier):
     def places(self) -> dict[str, tuple[int, int]]:
         return {"host": (self.host.pool_size, self.host.pool.available_size())}
 
-    def state(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Tokens of host memory, and of what has been copied since the start."""
         host, saves = self.host, self.saves
         return {
