@@ -18,7 +18,7 @@ from sglang_pd_radix.errors import PdRadixError
 from .dense import mla_of
 from .shape import ModelShape
 from .tokenizer import Vocabulary
-from .weights import ATTENTION_GAIN, EMBED_STD, MLP_GAIN, Tensor, Weights, ones
+from .weights import EMBED_STD, Tensor, Weights, ones
 
 CODE = 64
 TOPK = 32
@@ -26,6 +26,8 @@ _INDEX_HEADS, _INDEX_DIM = 2, 128
 # Of an entry of a token's code to one of the compressed query of attention, which the same norm makes smaller. At 20,
 # what the rest of a query does to the size of its code is below 1%.
 _CODE_GAIN = 20.0
+# What a layer adds to the mean square of the rest of the hidden state, measured.
+_ADDED = 10.2
 
 
 def dsa(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -40,8 +42,8 @@ def dsa(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str,
         attention = f"model.layers.{layer}.self_attn"
         tensors[f"{attention}.o_proj.weight"][:CODE] = 0
         tensors[f"model.layers.{layer}.mlp.down_proj.weight"][:CODE] = 0
-        # What the layers before have made of the root mean square of the hidden state.
-        size = math.sqrt(EMBED_STD**2 + layer * (ATTENTION_GAIN**2 + MLP_GAIN**2))
+        # The root mean square of what enters the layer.
+        size = math.sqrt(EMBED_STD**2 + layer * _ADDED * (1 - CODE / shape.hidden))
         tensors |= _indexer(weights, shape, f"{attention}.indexer")
         tensors |= _query(shape, attention, tensors, size)
     config |= {
