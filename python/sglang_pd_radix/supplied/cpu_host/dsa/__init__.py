@@ -97,15 +97,21 @@ def _patch_server_args(module: Any) -> None:
 
         _check(instance)
         instance.attention_backend, instance.disable_cuda_graph = NAME, True
-        kv_cache_dtype, capability = instance.kv_cache_dtype, torch.cuda.get_device_capability
         # The engine chooses pages of 64 for CUDA, and asks which CUDA device it is.
+        capability = torch.cuda.get_device_capability
         torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
         try:
             wrapped()
         finally:
             torch.cuda.get_device_capability = capability
-        # And bfloat16, for kernels that are not used here.
-        instance.kv_cache_dtype = kv_cache_dtype
+
+    def not_here(wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if instance.device != "cpu":
+            wrapped(*args, **kwargs)
+
+    # They choose among kernels of CUDA, and bfloat16 for these.
+    for name in ("_set_default_nsa_kv_cache_dtype", "_set_default_nsa_backends"):
+        wrapt.wrap_function_wrapper(module, f"ServerArgs.{name}", not_here)
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {
