@@ -293,6 +293,7 @@ def test_wrong_pages_show_in_the_answer(runner, clear):
     [
         ({"speculative_algorithm": "EAGLE"}, "Speculative decoding .* sparse attention does not run on a CPU host"),
         ({"attention_backend": "torch_native"}, "--attention-backend torch_native: .* runs on nsa"),
+        ({"decode_attention_backend": "torch_batched"}, "--decode-attention-backend torch_batched: .* runs on nsa"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3: .* auto or bfloat16"),
     ],
 )

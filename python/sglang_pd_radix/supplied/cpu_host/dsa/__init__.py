@@ -74,10 +74,11 @@ def _check(args: Any) -> None:
             "bfloat16."
         )
     for option in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if getattr(args, option) not in (None, NAME, attention.NAME):
+        value = getattr(args, option)
+        # What has no value until here has the default of this host.
+        if value not in (None, NAME) and (option, value) != ("attention_backend", attention.NAME):
             raise ValueError(
-                f"--{option.replace('_', '-')} {getattr(args, option)}: DeepSeek's sparse attention runs on {NAME}. "
-                "Leave the option out."
+                f"--{option.replace('_', '-')} {value}: DeepSeek's sparse attention runs on {NAME}. Leave the option out."
             )
 
 
