@@ -78,7 +78,7 @@ def _check(args: Any) -> None:
         # What has no value until here has the default of this host.
         if value not in (None, NAME) and (option, value) != ("attention_backend", attention.NAME):
             raise ValueError(
-                f"--{option.replace('_', '-')} {value}: DeepSeek's sparse attention runs on {NAME}. Leave the option out."
+                f"--{option.replace('_', '-')} {value}: DeepSeek's sparse attention runs on {NAME}. Leave it out."
             )
 
 
