@@ -27,7 +27,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .models import dense, eagle, eagle3, hybrid, qwen3_5
+from .models import dense, dsa, eagle, eagle3, hybrid, qwen3_5
 from .models.shape import SIZES, ModelShape, option_of
 from .models.tokenizer import (
     END_OF_TEXT,
@@ -47,6 +47,7 @@ Builder = Callable[[ModelShape, int, Vocabulary], tuple[dict[str, Any], dict[str
 BUILDERS: dict[str, Builder] = {
     "qwen3": dense.qwen3,
     "mla": dense.mla,
+    "dsa": dsa.dsa,
     "eagle": eagle.target,
     "eagle3": eagle3.target,
     "qwen3-next": hybrid.qwen3_next,
@@ -75,7 +76,7 @@ def check_shape(shape: ModelShape) -> None:
     for name in SIZES:
         if getattr(shape, name) < 1:
             raise PdRadixError(f"{option_of(name)} {getattr(shape, name)}: must be at least 1")
-    if shape.arch != "mla" and shape.heads % shape.kv_heads:
+    if not shape.latent and shape.heads % shape.kv_heads:
         raise PdRadixError(f"--heads {shape.heads} must be a multiple of --kv-heads {shape.kv_heads}")
     if shape.head_dim % 2:
         raise PdRadixError(f"--head-dim {shape.head_dim} must be even: the rotary embedding turns pairs")
@@ -154,7 +155,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``pd-radix make-model``."""
     parser.description = "Write a small random-weight model with tokenizer and chat template, offline, deterministic."
     parser.add_argument("directory", metavar="DIR", help="where to write it (new, empty, or an earlier such model)")
-    parser.add_argument("--arch", choices=BUILDERS, default="qwen3", help="attention kind (default: qwen3)")
+    parser.add_argument(
+        "--arch", "--attention", choices=BUILDERS, default="qwen3", help="attention kind (default: qwen3)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another model (default: 0)")
     sizes = parser.add_argument_group("sizes (the defaults suit tests on a small CPU)")
     default = ModelShape()

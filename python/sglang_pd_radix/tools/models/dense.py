@@ -90,7 +90,10 @@ def qwen3(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[st
 
 def mla(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """DeepSeek V3's attention, with dense MLPs throughout: no expert kernel is needed to run it."""
-    weights = Weights(seed)
+    return mla_of(Weights(seed), shape, vocabulary)
+
+
+def mla_of(weights: Weights, shape: ModelShape, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = embeddings(weights, shape, vocabulary)
     dim, heads, rank = shape.head_dim, shape.heads, shape.kv_rank
     for layer in range(shape.layers):

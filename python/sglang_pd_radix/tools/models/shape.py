@@ -9,14 +9,14 @@ from dataclasses import dataclass
 class ModelShape:
     """Sizes of the model. ``kv_bytes_per_token`` is what one cached token occupies in float32.
 
-    For "mla", ``head_dim`` is the size of each head's value, of the part of its key that has no position and of the one
-    that has (shared by all heads); ``kv_rank`` and ``query_rank`` are the sizes of the compressed forms.
+    For "mla" and "dsa", ``head_dim`` is the size of each head's value, of the part of its key that has no position and
+    of the one that has (shared by all heads); ``kv_rank`` and ``query_rank`` are the sizes of the compressed forms.
     """
 
     arch: str = "qwen3"
     layers: int = 4
     hidden: int = 256
-    heads: int = 0  # 0: 16, and 8 for "mla", which costs a CPU several times as much per head
+    heads: int = 0  # 0: 16, and 8 for "mla" and "dsa", which cost a CPU several times as much per head
     kv_heads: int = 8
     head_dim: int = 64
     intermediate: int = 512
@@ -27,11 +27,16 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if self.heads == 0:
-            object.__setattr__(self, "heads", 8 if self.arch == "mla" else 16)
+            object.__setattr__(self, "heads", 8 if self.latent else 16)
+
+    @property
+    def latent(self) -> bool:
+        """Whether the KV of all heads is one compressed vector."""
+        return self.arch in ("mla", "dsa")
 
     @property
     def kv_bytes_per_token(self) -> int:
-        per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
+        per_layer = self.kv_rank + self.head_dim if self.latent else 2 * self.kv_heads * self.head_dim
         layers = self.layers // 2 if self.arch.startswith(("qwen3-next", "qwen3.5")) else self.layers
         return layers * per_layer * 4
 
@@ -39,11 +44,11 @@ class ModelShape:
 SIZES = {
     "layers": "decoder layers",
     "hidden": "hidden size",
-    "heads": "query heads; 8 for mla",
+    "heads": "query heads; 8 for mla and dsa",
     "kv_heads": "key/value heads (qwen3, eagle, eagle3)",
     "head_dim": "size of one head",
-    "kv_rank": "size of the compressed key and value (mla)",
-    "query_rank": "size of the compressed query (mla)",
+    "kv_rank": "size of the compressed key and value (mla, dsa)",
+    "query_rank": "size of the compressed query (mla, dsa)",
     "intermediate": "size of the MLP",
     "vocab": "tokens in the vocabulary",
     "max_positions": "longest context in tokens",

@@ -1,5 +1,6 @@
 """The generated model: the same bytes every time, text that survives the round trip, answers that show wrong KV."""
 
+import argparse
 import hashlib
 import json
 import random
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model, make_vocabulary
+from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, add_arguments, make_model, make_vocabulary
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 SEEING_FILES = {"preprocessor_config.json", "video_preprocessor_config.json"}
@@ -35,11 +36,12 @@ MTP_WEIGHTS = {
     "qwen3.5": "89969fe5607af4e75b4121f89ff2731aec3980d95d942abda7c7c511a9020a91",
     "qwen3.5-moe": "89fb627f412be5d08b139ce9bc76b36023faced21d833cc6197c8713eac1edfe",
 }
-# Those with layers that keep more than KV, or not all of it; the tests below look into the KV of the others.
+# Those that keep more than KV, or not all of it, or read a part; the tests below look into the KV of the others.
 HYBRID_WEIGHTS = {
     "qwen3-next": "8a68044f380a4e57698386b017c7896a67698bc586c59e5de5616724bb7a84e6",
     "qwen3.5": "5e6f99784fdb072265b1c6a1d3da6e8e01066bb5ebe539c3a118a88579b7c538",
     "qwen3.5-moe": "8226d7e7abb14d4a97aab32fa02db8f4807ee2186a2864d30d81ca90fc672f43",
+    "dsa": "6bc726c45a2610f5569e4ddfbae007eea43be8251bfc906462c1cc2e79db5a2f",
     "step3p5": "a6328390924f25625d0c1ef7e3f14477506809bbdc697b4a2f54f0948d7b23f0",
 }
 
@@ -184,7 +186,7 @@ def test_a_model_that_sees(arch, models):
 
 
 def test_kv_per_token_is_worth_a_transfer(models):
-    for arch, least in (("qwen3", 16), ("mla", 5)):
+    for arch, least in (("qwen3", 16), ("mla", 5), ("dsa", 5)):
         assert ModelShape(arch).kv_bytes_per_token >= least * 1024
     config = json.loads((models["qwen3"] / "config.json").read_text())
     assert config["num_key_value_heads"] % 2 == 0 and config["max_position_embeddings"] >= 32768
@@ -199,6 +201,8 @@ def test_kv_per_token_is_worth_a_transfer(models):
         (ModelShape(heads=6, kv_heads=4), "multiple of --kv-heads"),
         (ModelShape(head_dim=7), "even"),
         (ModelShape(layers=0), "--layers 0"),
+        (ModelShape("dsa", hidden=64), "--arch dsa needs --hidden 128 or more and --head-dim 64 or less"),
+        (ModelShape("dsa", head_dim=128), "--head-dim 64 or less"),
         (ModelShape("gpt"), "--arch gpt"),
     ],
 )
@@ -206,6 +210,12 @@ def test_impossible_sizes_are_refused(shape, message, tmp_path):
     with pytest.raises(PdRadixError, match=message):
         make_model(tmp_path / "m", shape)
     assert not (tmp_path / "m").exists()
+
+
+def test_the_kind_has_two_names():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert [parser.parse_args(["m", name, "dsa"]).arch for name in ("--arch", "--attention")] == ["dsa", "dsa"]
 
 
 @pytest.mark.parametrize("first, then", [("eagle", "qwen3"), ("qwen3.5", "qwen3"), ("qwen3", "eagle")])
