@@ -19,7 +19,7 @@ from test_overlap_guard import CODE
     ("page_size", "states", "windows"), [(4, 3, None), (1, None, (5, 48)), (4, None, (6, 20)), (16, None, (20, 80))]
 )
 def test_invariants_hold_in_every_life(page_size, states, windows):
-    test_life_of_a_request.test_invariants_hold_in_every_life(page_size, states, windows)
+    test_life_of_a_request.test_invariants_hold_in_every_life(page_size, states=states, windows=windows)
 
 
 # With states: so few slots that those of requests that have just ended are used at once.

@@ -253,7 +253,7 @@ def test_states_are_not_cut(monkeypatch, prefill_tp, decode_tp):
     info = common.PrefillServerInfo(prefill_tp, 1, 1, 1, nixl.PAGE, "auto", True)
     with pytest.raises(ValueError, match=f"TP size {prefill_tp} and this decode worker {decode_tp}.*same --tp-size"):
         manager._resolve_rank_mapping(info)
-    manager.kv_args.state_data_ptrs = []
+    manager.kv_args.state_data_ptrs, manager.kv_args.state_type = [], "none"
     manager._resolve_rank_mapping(info)
 
 
@@ -262,4 +262,4 @@ def test_a_prefill_without_this_extra_refuses_what_it_would_not_send(over_nixl, 
     core = [one for one in common.CommonKVManager.__mro__ if "unfit" in vars(one)][-1]
     monkeypatch.setattr(common.CommonKVManager, "unfit", core.unfit)
     request = over_nixl.request(7, 24, 24).start_prefill().start_decode().ask()
-    request.assert_fails("this prefill keeps more than KV, and runs without the extra hybrid")
+    request.assert_fails("this prefill keeps more than KV, and runs without the extra for such models")

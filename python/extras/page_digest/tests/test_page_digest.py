@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.page_digest import PageDigests
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 LAYERS, HEADS, DIM, TOKENS = 2, 4, 6, 64
 
@@ -97,6 +97,24 @@ def test_latents():
     pool.kv_buffer, pool.page_size = [torch.randn(TOKENS, 1, DIM) for _ in range(LAYERS)], 4
     first, second = (PageDigests.of_rank(pool, rank, 2, HEADS) for rank in range(2))
     assert second.difference(pages(1, 2), [first.claim(first.of(pages(1, 2)))]) is None
+
+
+def test_index_keys_count():
+    """A page of them is a row, which is no multiple of a KV row."""
+    pool = NSATokenToKVPool(256, 64, 16, torch.float32, 8, LAYERS, "cpu", 128, False, 24)
+    for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+        buffer.view(torch.uint8).random_()
+    digests = PageDigests.of_rank(pool, 0, 1, HEADS)
+    claims = [digests.claim(digests.of(pages(1, 3)))]
+    assert digests.difference(pages(1, 3), claims) is None
+    rows = pool.index_k_with_scale_buffer[-1]
+    rows[2] += 1
+    assert digests.difference(pages(1, 3), claims) is None
+    rows[[1, 3]] = rows[[3, 1]]
+    assert digests.difference(pages(1, 3), claims) is not None
+    rows[[1, 3]] = rows[[3, 1]]
+    rows[3, -1] += 1
+    assert digests.difference(pages(1, 3), claims) is not None
 
 
 def test_other_pools_are_refused():

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.state_kind import StateKind, kinds
 
-__all__ = ["build"]
+__all__ = ["build", "check_pool"]
 
 
 def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCache:
@@ -25,7 +25,7 @@ def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCac
     Raises ValueError for a model that is not verified.
     """
     if type(engines) is not RadixCache:
-        others = " or ".join(other.layers for other in kinds())
+        others = " or ".join(other.layers for other in kinds() if other.word)
         others = f", or in some layers {others}, are" if others else " are without the extra hybrid"
         raise ValueError(
             f"{FLAG} is not verified for this model: the engine chose {type(engines).__name__} "
@@ -33,14 +33,14 @@ def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCac
             "Start this decode worker without the flag."
         )
     cache_support.check_tree(FLAG, engines)
-    pool = scheduler.tp_worker.model_runner.token_to_kv_pool if kind is StateKind else None
-    if hasattr(pool, "get_state_buf_infos"):
+    check_pool(kind, scheduler.tp_worker.model_runner.token_to_kv_pool)
+    return kind.take_over(engines, scheduler)
+
+
+def check_pool(kind: type[StateKind], pool: Any) -> None:
+    """Raise ValueError if ``pool`` keeps state and no extra has its kind."""
+    if kind is StateKind and hasattr(pool, "get_state_buf_infos"):
         raise ValueError(
             f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls "
             f"state ({type(pool).__name__}). Start this decode worker without the flag."
         )
-    return (
-        DecodeRadixCache.take_over(engines)
-        if kind is StateKind
-        else kind.take_over(engines, scheduler)
-    )

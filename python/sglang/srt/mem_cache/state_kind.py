@@ -74,7 +74,7 @@ class StateKind:
     #: Its row in the table of refused options, and the name of its layers there.
     support: CacheKind = DECODE
     layers = "full attention"
-    #: Its plural in messages.
+    #: Its plural in messages; None if the engine's RadixCache serves its models.
     word: str | None = None
     #: Whether `Memory` includes its free capacity. Then it has an allocator, ``pool``, and
     #: ``alloc``, which takes the slots that prefill writes to.
@@ -92,7 +92,17 @@ class StateKind:
     @classmethod
     def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
         """Build a decode tree with it for the pools of ``engines``, the engine's tree."""
-        raise NotImplementedError
+        # The tree's module imports this one.
+        from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+
+        tree = DecodeRadixCache.take_over(engines)
+        tree.state = cls.beside(tree)
+        return tree
+
+    @classmethod
+    def beside(cls, tree: DecodeRadixCache) -> StateKind:
+        """What requests have besides the KV of ``tree``."""
+        return NO_STATE
 
     # ---- memory ----
 

@@ -91,13 +91,13 @@ def buffers_of(pool: Any) -> list[list[Any]]:
 
     Empty for a pool of another kind.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
     # Of a model with linear attention or windows beside it.
     pool = getattr(pool, "full_kv_pool", pool)
     if type(pool) is MHATokenToKVPool:
         found = [pool.k_buffer, pool.v_buffer]
-    elif type(pool) is MLATokenToKVPool:
+    elif type(pool) in (MLATokenToKVPool, NSATokenToKVPool):
         found = [pool.kv_buffer]
     else:
         return []

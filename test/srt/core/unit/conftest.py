@@ -18,6 +18,7 @@ os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
 
 import end_of_a_run
 import pytest
+import sglang.srt.managers.scheduler  # noqa: F401  Some modules cannot be the first to be imported.
 import torch
 import zmq
 from hypothesis import HealthCheck, settings

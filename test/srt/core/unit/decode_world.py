@@ -75,17 +75,20 @@ class Receiver:
         self.page_indices = page_indices.tolist()
         self.aux_index = aux_index
         self.state_indices = None if state_indices is None else [int(slot) for slot in state_indices]
-        # On a full hit as well.
-        world = self.world
-        assert (state_indices is not None) == (world.states is not None or world.windows is not None)
-        if world.windows is not None:
-            # As many as prefill will send.
-            num_tokens = len(self.req.origin_input_ids)
-            assert len(self.state_indices) == pages(num_tokens - world.window_start(num_tokens), world.page_size)
+        self.check_state_indices()
         # I4, as prefill checks it.
         check_decode_prefix(
             self.prefix_len, len(self.page_indices), len(self.req.origin_input_ids), self.world.page_size
         )
+
+    def check_state_indices(self) -> None:
+        # On a full hit as well.
+        world = self.world
+        assert (self.state_indices is not None) == (world.states is not None or world.windows is not None)
+        if world.windows is not None:
+            # As many as prefill will send.
+            num_tokens = len(self.req.origin_input_ids)
+            assert len(self.state_indices) == pages(num_tokens - world.window_start(num_tokens), world.page_size)
 
     def failure_exception(self) -> None:
         raise RuntimeError("failed by the test")
@@ -158,7 +161,7 @@ class World(DecodeWorker):
             self.kv, self.window_kv = pool.full_kv_pool, pool.swa_kv_pool
             self.window_kv.cpu_offloading_chunk_size = 8
         elif states is None:
-            self.kv = pool = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
+            self.kv = pool = self.make_pool(size, page_size)
         else:
             pool = HybridLinearKVPool(size, torch.float32, page_size, 1, 1, [0], False, "cpu", mamba_pool=None)
             self.kv = pool.full_kv_pool
@@ -183,6 +186,10 @@ class World(DecodeWorker):
         # Advanced by every flush, as by a weight update; and the weights that each request's KV was made with.
         self.weights = 1
         self.weights_of: dict[str, int] = {}
+
+    def make_pool(self, size: int, page_size: int) -> MHATokenToKVPool:
+        """Of a model with full attention."""
+        return MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu", False)
 
     def _hosted(self, sizes: Any, params: CacheInitParams) -> DecodeRadixCache:
         """A tree with a tier; see `host_world.HostSizes`."""
@@ -250,6 +257,10 @@ class World(DecodeWorker):
             receiver.sent_pages += 1
         if receiver.state_indices is None or receiver.sent_pages < len(receiver.page_indices):
             return
+        self.deliver_state(receiver, req)
+
+    def deliver_state(self, receiver: Receiver, req: Req) -> None:
+        """The remote writer fills what the request has beside KV."""
         if self.windows is not None:
             self._deliver_window(receiver.state_indices, req.origin_input_ids)
         else:
@@ -324,7 +335,7 @@ class World(DecodeWorker):
                     mapping[slot] = mapping[slot - 1] + 1
             table[n] = slot
             tokens = req.origin_input_ids + req.output_ids
-            self.kv.k_buffer[0][slot] = kv_of(tokens[: n + 1], self.weights_of[req.rid])
+            self.compute(slot, tokens[: n + 1], self.weights_of[req.rid])
             if self.windows is not None:
                 self.check_window(req, tokens[:n])
                 at = self.allocator.full_to_swa_index_mapping[slot]
@@ -336,6 +347,10 @@ class World(DecodeWorker):
             req.output_ids.append(token)
             if len(req.output_ids) >= req.sampling_params.max_new_tokens:
                 self.finish(req)
+
+    def compute(self, slot: int, tokens: list[int], weights: int) -> None:
+        """The step writes the KV of the last of ``tokens``."""
+        self.kv.k_buffer[0][slot] = kv_of(tokens, weights)
 
     def _new_page(self, last: int, length: int) -> int:
         """The first slot of a page for the token behind ``length`` others."""

@@ -33,12 +33,13 @@ class Life(RuleBasedStateMachine):
     states: int | None = None
     windows: tuple[int, int] | None = None
     listener: Listener | None = None
+    world_type: type[World] = World
 
     @initialize(
         size=st.sampled_from([48, 64, 128]), watermark=st.sampled_from([0, 0, 8, 32]), listened_to=st.booleans()
     )
     def begin(self, size, watermark, listened_to):
-        self.world = World(
+        self.world = self.world_type(
             size=size, page_size=self.page_size, watermark=watermark, states=self.states, windows=self.windows
         )
         if listened_to and namespace_hash is not None:
@@ -183,6 +184,6 @@ class Life(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_invariants_hold_in_every_life(page_size, states=None, windows=None):
-    machine = type("Life", (Life,), {"page_size": page_size, "states": states, "windows": windows})
+def test_invariants_hold_in_every_life(page_size, **attributes):
+    machine = type("Life", (Life,), {"page_size": page_size, **attributes})
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))

@@ -190,13 +190,14 @@ class World:
         stages: tuple[int, ...] = (LAYERS,),
         prefill_cp: int = 1,
         windows: tuple[list[int], list[int]] | None = None,
+        state_type: str = "swa",
     ):
         """states: for a model with states, the slot of the request on prefill and on decode. windows: for one with
-        sliding windows, the pages of its window.
+        sliding windows, the pages of its window; or of another ``state_type``.
 
         stages: layers of each pipeline stage of prefill. prefill_cp: its context-parallel ranks.
         """
-        self.state_type = "mamba" if windows is None else "swa"
+        self.state_type = "mamba" if windows is None else state_type
         self.states = windows if states is None else ([states[0]], [states[1]])
         self.layers = sum(stages)
         self.stages = [range(sum(stages[:i]), sum(stages[: i + 1])) for i in range(len(stages))]

@@ -31,6 +31,11 @@ def share_pools(module):
         wrapped(*args, **kwargs)
         pool.kv_buffer = shared(pool.kv_buffer)
 
+    @wrapt.patch_function_wrapper(module, "NSATokenToKVPool.__init__")
+    def nsa(wrapped, pool, args, kwargs):
+        wrapped(*args, **kwargs)
+        pool.index_k_with_scale_buffer = shared(pool.index_k_with_scale_buffer)
+
 
 def map_without_cuda(module):
     from shared_kv import SharedTensor

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from e2e_fixtures import aggregated_answers
 from pd import FLAG, LOCAL, TP2, Pair, ask, check_idle, conversations, counter, log_of, pools, wait_idle, words
 from test_local_prefill import REQUESTS, SENT
 
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[5] / "test" / "srt" / "pegaflow_ho
 
 import host_server  # noqa: E402
 
-from sglang_pd_radix.tools.make_model import ModelShape  # noqa: E402
+from sglang_pd_radix.tools.make_model import ModelShape, make_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.thorough,
@@ -33,15 +34,35 @@ def server(tmp_path_factory):
     server.kill()
 
 
-@pytest.fixture(params=["mha", "mla"])
+@pytest.fixture(scope="module")
+def dsa_model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model") / "dsa", ModelShape(arch="dsa")))
+
+
+@pytest.fixture(scope="module")
+def dsa_truth(clusters, dsa_model):
+    return aggregated_answers(clusters, dsa_model, "--page-size", "64")
+
+
+@pytest.fixture(params=["mha", "mla", "dsa"])
 def shaped(request):
     """A shape, the model of it and the truth of that."""
-    kind = "" if request.param == "mha" else "mla_"
+    kind = "" if request.param == "mha" else f"{request.param}_"
     return request.param, request.getfixturevalue(f"{kind}model"), request.getfixturevalue(f"{kind}truth")
 
 
-def options(server):
-    return ["--page-size", "16", "--enable-pegaflow", "--pegaflow-endpoint", server.endpoint]
+def page_of(shape):
+    """Index keys come in pages of 64 tokens."""
+    return 64 if shape == "dsa" else 16
+
+
+def whole(shape, length=300):
+    """Tokens of a prompt that are whole pages."""
+    return length // page_of(shape) * page_of(shape)
+
+
+def options(server, shape="mha"):
+    return ["--page-size", str(page_of(shape)), "--enable-pegaflow", "--pegaflow-endpoint", server.endpoint]
 
 
 def state(url):
@@ -69,17 +90,17 @@ def wait_until_back(server, url, ranks):
         time.sleep(0.2)
 
 
-def check_loaded(url, send, asked, first, truth):
+def check_loaded(url, send, asked, first, truth, shape):
     """What was flushed comes back from the server: the same answers, all of each prompt, nothing lost or held."""
     assert conversations(send) == truth["conversations"]
     assert answers(send, asked) == first
-    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == 288 for ids in asked)
+    assert all(send(ids, 1)["meta_info"]["cached_tokens"] == whole(shape) for ids in asked)
     (rank,) = state(url)
-    assert rank["loaded"] >= 4 * 18 and rank["loads_failed"] == rank["lost"] == 0
+    assert rank["loaded"] >= 4 * whole(shape) // page_of(shape) and rank["loads_failed"] == rank["lost"] == 0
     check_at_rest(url)
 
 
-def check_restart(server, url, send, asked, first, ranks):
+def check_restart(server, url, send, asked, first, ranks, shape):
     """The engine goes on without its server, and ``ranks`` ranks find it again when it is back."""
     server.kill()
     assert answers(send, asked) == first
@@ -88,7 +109,7 @@ def check_restart(server, url, send, asked, first, ranks):
     answers(send, prompts(4))
     flush(url)
     answers(send, prompts(4))
-    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == 288
+    assert send(prompts(4)[0], 1)["meta_info"]["cached_tokens"] == whole(shape)
     check_at_rest(url)
 
 
@@ -112,7 +133,7 @@ def answers(send, asked, max_new=16):
         return [reply["output_ids"] for reply in pool.map(lambda ids: send(ids, max_new), asked)]
 
 
-def check_pair(pair, truth, where):
+def check_pair(pair, truth, where, shape="mha"):
     assert conversations(pair) == truth["conversations"]
     asked = prompts(5)
     first = answers(pair, asked)
@@ -127,7 +148,7 @@ def check_pair(pair, truth, where):
         loaded = state(pair.decode_url)[0]["loaded"]
         details = pair(asked[0], 4)["meta_info"]["cached_tokens_details"]
         assert state(pair.decode_url)[0]["loaded"] > loaded
-        assert details["decode_prefix"] == 288 and details["transferred"] == 12, details
+        assert details["decode_prefix"] == whole(shape) and details["transferred"] == 300 - whole(shape), details
     for url in (pair.prefill_url, pair.decode_url):
         wait_idle(url)
     pair.check_idle()
@@ -135,13 +156,13 @@ def check_pair(pair, truth, where):
 
 def test_aggregated(clusters, server, shaped):
     shape, model, truth = shaped
-    cluster = clusters.get(model, aggregated=True, common_args=options(server), env=host_server.engine_env())
+    cluster = clusters.get(model, aggregated=True, common_args=options(server, shape), env=host_server.engine_env())
     url, send = cluster.router_url, ask(cluster.router_url)
     assert conversations(send) == truth["conversations"]
     asked = prompts(3)
     first = answers(send, asked)
     flush(url)
-    check_loaded(url, send, asked, first, truth)
+    check_loaded(url, send, asked, first, truth, shape)
 
     # Aborted while they are asked for and loaded.
     flush(url)
@@ -159,7 +180,7 @@ def test_aggregated(clusters, server, shaped):
     assert send(asked[0], 4, extra_key="salt")["meta_info"]["cached_tokens"] == 0
 
     # Without a server it goes on, and finds it again.
-    check_restart(server, url, send, asked, first, 1)
+    check_restart(server, url, send, asked, first, 1, shape)
     assert log_of(cluster, url).count("is lost") == 1
     clusters.stop()
     check_nothing_left(server)
@@ -168,7 +189,9 @@ def test_aggregated(clusters, server, shaped):
 def test_two_ranks(clusters, server, shaped):
     """Each has its own part of every page, or, with MLA, one saves what all load; what they load they agree on."""
     shape, model, truth = shaped
-    cluster = clusters.get(model, aggregated=True, common_args=[*options(server), *TP2], env=host_server.engine_env())
+    cluster = clusters.get(
+        model, aggregated=True, common_args=[*options(server, shape), *TP2], env=host_server.engine_env()
+    )
     url, send = cluster.router_url, ask(cluster.router_url)
     assert len(server.instances()) == 2
     assert conversations(send) == truth["conversations"]
@@ -177,12 +200,15 @@ def test_two_ranks(clusters, server, shaped):
     flush(url)
     (rank,) = state(url)
     # Of each page the server holds one copy: both ranks' parts, or what they have alike. It rounds up.
-    page_bytes = 16 * ModelShape(arch="mla" if shape == "mla" else "qwen3").kv_bytes_per_token
+    model_shape = ModelShape(arch="qwen3" if shape == "mha" else shape)
+    # With index keys: 128 bytes and a scale of 4 in each layer.
+    index = model_shape.layers * 132 if shape == "dsa" else 0
+    page_bytes = page_of(shape) * (model_shape.kv_bytes_per_token + index)
     assert server.metric("pegaflow_pool_used_bytes") == pytest.approx(rank["saved"] * page_bytes, rel=0.05)
-    check_loaded(url, send, asked, first, truth)
+    check_loaded(url, send, asked, first, truth, shape)
 
     # Without a server they go on, and find it again, each by itself.
-    check_restart(server, url, send, asked, first, 2)
+    check_restart(server, url, send, asked, first, 2, shape)
     clusters.stop()
     check_nothing_left(server)
 
@@ -190,10 +216,10 @@ def test_two_ranks(clusters, server, shaped):
 def test_pair_of_two_ranks(clusters, server, shaped):
     """Two prefill and two decode ranks, all of which use the server."""
     shape, model, truth = shaped
-    args = [*options(server), *TP2]
+    args = [*options(server, shape), *TP2]
     cluster = clusters.get(model, prefill_args=args, decode_args=[FLAG, *args], env=host_server.engine_env())
     assert len(server.instances()) == 4
-    check_pair(Pair(cluster), truth, "both")
+    check_pair(Pair(cluster), truth, "both", shape)
     clusters.stop()
     check_nothing_left(server)
 

@@ -134,7 +134,7 @@ class CommonKVManager(engine.CommonKVManager):
     def unfit(self, name: str) -> str | None:
         """Why this prefill rank cannot write to the named decode rank; None if it can."""
         return (
-            "this prefill keeps more than KV, and runs without the extra hybrid"
+            "this prefill keeps more than KV, and runs without the extra for such models"
             if self.has_state
             else None
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from ..dp_attention import PADDED_SEQ_LEN
 from .kernels import BLOCK, index_scores, load, select, sparse_attention
 
 
@@ -57,6 +58,9 @@ class Step:
 
 class TorchSparseAttnBackend(AttentionBackend):
     """The tokens that the indexer names, for prompts and decode steps alike."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return PADDED_SEQ_LEN
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.step = Step(forward_batch)

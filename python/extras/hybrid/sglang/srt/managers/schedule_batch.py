@@ -78,12 +78,13 @@ class ScheduleBatch(engine.ScheduleBatch):
 
     def states_written(self, at: list[int], page_size: int) -> set[int]:
         """State slots, or pages of the window pool, whichever the model has."""
-        own = self.window_cache_loc
-        if own is None:
+        if self.window_cache_loc is not None:
+            written = self.window_cache_loc // page_size
+        elif hasattr(self.req_to_token_pool, "get_mamba_indices"):
             # Their rows are nobody else's yet.
             written = self.req_to_token_pool.get_mamba_indices(self.req_pool_indices)
         else:
-            written = own // page_size
+            return super().states_written(at, page_size)
         # Copied to the host as a whole: on a device, indices would first be copied there.
         return set(written.cpu().numpy()[at].tolist())
 

@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.state_kind import StateKind
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import RadixCache
 
 __all__ = ["StateSlots"]
 
@@ -32,10 +31,8 @@ class StateSlots(StateKind):
         return runner.hybrid_gdn_config is not None
 
     @classmethod
-    def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
-        tree = DecodeRadixCache.take_over(engines)
-        tree.state = cls(engines.req_to_token_pool)
-        return tree
+    def beside(cls, tree: DecodeRadixCache) -> StateSlots:
+        return cls(tree.req_to_token_pool)
 
     def __init__(self, rows: Any):
         """rows: the pool of requests' rows."""

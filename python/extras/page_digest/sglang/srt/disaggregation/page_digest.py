@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 __all__ = ["DIGESTS", "PageDigests", "sends_digests"]
 
@@ -59,7 +59,7 @@ def _words(buffer: torch.Tensor) -> torch.Tensor:
 class PageDigests:
     """Digests of pages of one rank's KV pool.
 
-    pool: the target model's, plain MHA or MLA. first_head: number of this rank's first KV head among those of all
+    pool: the target model's, plain MHA, MLA or NSA. first_head: number of this rank's first KV head among those of all
     attention-TP ranks. num_layers: of all pipeline stages, None where there is only this one. Raises ValueError for a
     pool whose KV is not all in such buffers.
     """
@@ -69,16 +69,20 @@ class PageDigests:
             of_layers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
             of_layers = [[buffer] for buffer in pool.kv_buffer]
+        elif type(pool) is NSATokenToKVPool:
+            # Each row of index keys is a page; it is summed as if it had one row for each token.
+            index = [part.view(-1, part.shape[1] // pool.page_size) for part in pool.index_k_with_scale_buffer]
+            of_layers = [list(buffers) for buffers in zip(pool.kv_buffer, index, strict=True)]
         else:
             raise ValueError(
-                f"pages of a {type(pool).__name__} have no digest, only those of plain MHA and MLA pools. "
+                f"pages of a {type(pool).__name__} have no digest, only those of plain MHA, MLA and NSA pools. "
                 "Start decode without --disaggregation-decode-verify-pages."
             )
         self.page_size = pool.page_size
         self.first_head = first_head
         self.num_layers = num_layers or len(of_layers)
         self.first_layer = 0 if num_layers is None else pool.start_layer
-        # Of each layer that is here, its K and V, or its latents.
+        # Of each layer that is here, its K and V, or its latents and index keys.
         self._layers = [[_words(buffer) for buffer in buffers] for buffers in of_layers]
         first = self._layers[0][0]
         self.num_heads = first.shape[1]

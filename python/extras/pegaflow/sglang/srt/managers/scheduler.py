@@ -9,6 +9,7 @@ import logging
 import uuid
 
 from sglang.srt.managers import scheduler as engine
+from sglang.srt.mem_cache.kv_cache_builder import check_pool
 from sglang.srt.mem_cache.kv_namespace import kv_namespace
 from sglang.srt.mem_cache.page_names import rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.pegaflow.room import live_on_scheduler
 from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache, PegaFlowRadixCache, PegaFlowTree
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.state_kind import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,11 @@ class Scheduler(engine.Scheduler):
         layout = kv_layout(self.token_to_kv_pool_allocator.get_kvcache(), self.page_size)
         tree = PegaFlowDecodeRadixCache if args.disaggregation_decode_enable_radix_cache else PegaFlowRadixCache
         self.tree_cache = tree.take_over(self.tree_cache)
+        if args.disaggregation_decode_enable_radix_cache:
+            runner = self.tp_worker.model_runner
+            kind = kind_of(runner)
+            check_pool(kind, runner.token_to_kv_pool)
+            self.tree_cache.state = kind.beside(self.tree_cache)
         rank = None if layout.shared else self.tp_rank
         session = PegaFlowSession(
             args.pegaflow_endpoint,

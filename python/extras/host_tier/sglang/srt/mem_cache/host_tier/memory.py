@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+)
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost, NSATokenToKVPoolHost
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -22,7 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["Copy", "HostMemory", "check_pool", "host_pool", "kv_pool_of"]
 
 # The engine's pools on the device, and what it has for each in host memory. A subclass may keep more than KV.
-_HOST_POOLS: dict[type, type] = {MHATokenToKVPool: MHATokenToKVPoolHost, MLATokenToKVPool: MLATokenToKVPoolHost}
+_HOST_POOLS: dict[type, type] = {
+    MHATokenToKVPool: MHATokenToKVPoolHost,
+    MLATokenToKVPool: MLATokenToKVPoolHost,
+    NSATokenToKVPool: NSATokenToKVPoolHost,
+}
 
 
 def kv_pool_of(kvcache: Any) -> Any:

@@ -49,3 +49,7 @@ for kind in kinds_with("sliding windows"):
         switch(OPTION),
         _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
     )
+# The engine's storages get no index keys.
+STORED = _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None)
+for kind in kinds_with("sparse attention"):
+    replace(kind, OPTION, STORED)

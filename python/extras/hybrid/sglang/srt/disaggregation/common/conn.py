@@ -15,9 +15,14 @@ __all__ = ["CommonKVManager", "CommonKVSender"]
 class CommonKVManager(engine.CommonKVManager):
     """Knows which states fit."""
 
+    @property
+    def has_own_state(self) -> bool:
+        """Whether the model has states or windows."""
+        return self.kv_args.state_type in ("mamba", "swa")
+
     def unfit(self, name: str) -> str | None:
         """Those of the same size do."""
-        return unlike_states(self, name)
+        return unlike_states(self, name) if self.has_own_state else super().unfit(name)
 
     def not_cut(self) -> str | None:
         """Adds states.
@@ -25,7 +30,7 @@ class CommonKVManager(engine.CommonKVManager):
         NIXL has no message for a part of one. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
         convolution has its queries, keys and values one after the other, each cut by TP.
         """
-        return "states" if self.has_state else super().not_cut()
+        return "states" if self.has_own_state else super().not_cut()
 
 
 class CommonKVSender(engine.CommonKVSender):

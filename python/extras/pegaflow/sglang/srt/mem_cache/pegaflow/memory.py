@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 __all__ = ["KVLayout", "check_device", "device_id", "kv_layout", "wrapper_bytes"]
 
@@ -21,7 +21,7 @@ class KVLayout:
     """Buffers of a KV pool as the server knows them: one named layer per buffer, whose blocks are pages.
 
     buffers: by layer name, each ``[slots, ...]`` and contiguous, with ``page_size`` slots to a page.
-    shared: whether all TP ranks hold the same bytes (MLA's latents), so that one copy serves them all.
+    shared: whether all TP ranks hold the same bytes (MLA's latents, index keys), so that one copy serves them all.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -47,18 +47,21 @@ class KVLayout:
 
 
 def kv_layout(pool: Any, page_size: int) -> KVLayout:
-    """The layout of ``pool``. Raises ValueError for a pool that is not plain MHA or MLA."""
+    """The layout of ``pool``. Raises ValueError for a pool that is not plain MHA, MLA or NSA."""
     if type(pool) is MHATokenToKVPool:
         pairs = enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))
         buffers = {f"{kind}{i}": part for i, pair in pairs for kind, part in zip("kv", pair, strict=True)}
         shared = False
-    elif type(pool) is MLATokenToKVPool:
+    elif type(pool) in (MLATokenToKVPool, NSATokenToKVPool):
         buffers = {f"latent{i}": part for i, part in enumerate(pool.kv_buffer)}
+        # A row for each page, with the keys of all its tokens before their scales: cut into as many as it has tokens.
+        index = getattr(pool, "index_k_with_scale_buffer", ())
+        buffers |= {f"index{i}": part.view(-1, part.shape[1] // page_size) for i, part in enumerate(index)}
         shared = True
     else:
         raise ValueError(
             f"--enable-pegaflow is not verified for this model: its KV pool is a {type(pool).__name__}, and only plain "
-            "MHA and MLA pools are (MHATokenToKVPool, MLATokenToKVPool). Leave the flag out."
+            "MHA, MLA and NSA pools are (MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool). Leave the flag out."
         )
     for name, buffer in buffers.items():
         if not buffer.is_contiguous() or len(buffer) % page_size:

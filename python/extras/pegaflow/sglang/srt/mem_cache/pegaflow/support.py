@@ -51,10 +51,6 @@ PEGAFLOW = CacheKind(
             (
                 Rule("multimodal models", lambda args: args.get_model_config().is_multimodal),
                 Rule("sliding-window models", lambda args: args.get_model_config().is_hybrid_swa),
-                Rule(
-                    "sparse-attention models",
-                    lambda args: "index_topk" in args.get_model_config().hf_text_config.to_dict(),
-                ),
             ),
         ),
     ),

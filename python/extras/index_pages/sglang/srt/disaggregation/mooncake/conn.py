@@ -1,0 +1,24 @@
+"""Index pages over Mooncake.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.mooncake import conn as engine
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.transfer_info import TransferInfo
+
+__all__ = ["MooncakeKVManager"]
+
+
+class MooncakeKVManager(engine.MooncakeKVManager):
+    """Sends the index pages of the delta."""
+
+    def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
+        """Leaves out what decode holds."""
+        ours = self.index_pages_of_delta(prefill_state_indices, len(req.dst_state_indices))
+        return super().maybe_send_extra(req, ours, *args, **kwargs)

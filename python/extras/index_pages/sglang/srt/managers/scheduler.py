@@ -1,0 +1,18 @@
+"""Scheduler of a worker whose model has index keys.
+
+Upstream: none is known.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.managers import scheduler as engine
+from sglang.srt.mem_cache import state_kind
+from sglang.srt.mem_cache.index_pages import IndexPages
+
+__all__ = ["Scheduler"]
+
+state_kind.register(IndexPages)
+
+
+class Scheduler(engine.Scheduler):
+    """Finds index pages in the pool of its model."""
