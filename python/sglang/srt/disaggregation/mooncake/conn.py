@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
+from sglang.srt.disaggregation.common.prefill_inbox import Backend, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
     Reader,
@@ -97,17 +97,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only readable messages."""
-        self.inbox: PrefillInbox[Peer] = PrefillInbox(
-            Books(
-                self.rooms,
-                self.transfer_infos,
-                self.decode_kv_args_table,
-                self.cancels,
-                self.end_notices,
-            ),
-            _backend(self.queued),
-            self,
-        )
+        self.inbox: PrefillInbox[Peer] = PrefillInbox(_backend(self.queued), self)
         self.server_socket = wire.CheckedSocket(self.server_socket, self._check_on_prefill)
         super().start_prefill_thread()
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
+from sglang.srt.disaggregation.common.prefill_inbox import Backend, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
     Reader,
@@ -177,13 +177,6 @@ class NixlKVManager(engine.NixlKVManager):
     def _start_bootstrap_thread(self) -> None:
         """Replaces the engine's thread, which ends at the first unreadable message."""
         self.inbox: PrefillInbox[str] = PrefillInbox(
-            Books(
-                self.rooms,
-                self.transfer_infos,
-                self.decode_kv_args_table,
-                self.cancels,
-                self.end_notices,
-            ),
             Backend(
                 rank_word="agent",
                 can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
