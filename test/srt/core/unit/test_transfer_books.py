@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import end_notices
 from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.mooncake.awaited_rooms import End
+from sglang.srt.disaggregation.mooncake.wire import End
 
 
 def test_the_oldest_rooms_are_forgotten(monkeypatch):

@@ -171,8 +171,8 @@ class CommonKVManager(engine.CommonKVManager):
             for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
                 self.connection_pool.pop(key, None)
 
-    def lose_prefill(self, addr: str) -> list[int]:
-        """Remove a lost prefill and return its rooms, in any thread."""
+    def lose_prefill(self, addr: str) -> None:
+        """Remove a lost prefill and fail its rooms, in any thread."""
         self.forget_connections(addr)
         self.prefill_info_table.pop(addr, None)
         # Copied at once: the scheduler may change the set.
@@ -183,7 +183,14 @@ class CommonKVManager(engine.CommonKVManager):
             addr,
             len(rooms),
         )
-        return rooms
+        reason = f"Losing connection with prefill instance (bootstrap_addr: {addr})"
+        for room in rooms:
+            self.lose_room(room, reason)
+
+    def lose_room(self, room: int, reason: str) -> None:
+        """Fail a lost prefill's ``room`` unless all of it has arrived."""
+        if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
+            self.fail_room(room, reason)
 
     @property
     def samples_tokens(self) -> bool:

@@ -253,8 +253,9 @@ class DeltaReceiver(Base):
     def _writers(self) -> list[dict]:
         return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
 
-    def _notice(self, kind: bytes) -> list[bytes]:
-        """The frames of a notice of this kind; backends with notices override it."""
+    @property
+    def header(self) -> list[bytes]:
+        """The first frames of each message to prefill; backends with a prefix override it."""
         raise NotImplementedError
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
@@ -311,7 +312,7 @@ class DeltaReceiver(Base):
             self.state.tell(self.bootstrap_room, self._cancel_at)
 
     def _cancel_at(self, peer: dict) -> None:
-        self._send_to(peer, self._notice(CANCEL))
+        self._send_to(peer, [*self.header, CANCEL])
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, cancelled, is lost or exceeded its timeout.

@@ -302,16 +302,15 @@ class NixlKVManager(engine.NixlKVManager):
         """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             return super()._handle_node_failure(failed_bootstrap_addr)
-        for room in self.lose_prefill(failed_bootstrap_addr):
-            status = self.transfer_statuses.get(room)
-            reason = (
-                f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
-            )
-            if status is not None:
-                # All may have arrived: its next poll reads the notifications first.
-                status.lost = reason
-            else:
-                self.fail_room(room, reason)
+        self.lose_prefill(failed_bootstrap_addr)
+
+    def lose_room(self, room: int, reason: str) -> None:
+        """All of it may have arrived: its next poll reads the notifications first."""
+        status = self.transfer_statuses.get(room)
+        if status is not None:
+            status.lost = reason
+        else:
+            super().lose_room(room, reason)
 
     def _send_without_kv(
         self, room: int, infos: list[TransferInfo], chunk: int, aux: int, states: list[int] | None
@@ -493,11 +492,6 @@ class NixlKVSender(engine.NixlKVSender):
         raise RuntimeError(reason)
 
 
-def _header(receiver: Any) -> list[bytes]:
-    room, mgr = receiver.bootstrap_room, receiver.kv_mgr
-    return [engine.GUARD, *room_header(room, mgr.local_ip, mgr.rank_port, mgr.agent.name)]
-
-
 class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every outcome."""
 
@@ -526,7 +520,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         def body(is_dummy: bool, kv: bytes, state: bytes) -> list[bytes]:
             return [kv, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, state]
 
-        frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
+        frames = delta_frames(self.header, kv_indices, state_indices, decode_prefix_len, body)
         asked = self.send_requests(kv_indices, frames)
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.asked = asked
@@ -574,8 +568,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
 
-    def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_header(self), kind]
+    @property
+    def header(self) -> list[bytes]:
+        room, mgr = self.bootstrap_room, self.kv_mgr
+        return [engine.GUARD, *room_header(room, mgr.local_ip, mgr.rank_port, mgr.agent.name)]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()
