@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = [
     "Accounts",
@@ -320,14 +319,12 @@ class Accounts:
     def ahead(self, live: LiveReqs) -> int:
         return self.reserved * (len(live.running) + len(live.coming))
 
-    def budget(self, live: LiveReqs, loading: Iterable[TreeNode] = ()) -> Budget:
-        """What admission may use in this state. Cost: a few figures of each request on its way.
-
-        loading: nodes that loads and saves have locked.
-        """
+    def budget(self, live: LiveReqs) -> Budget:
+        """What admission may use in this state. Cost: a few figures of each request on its way."""
         tree, lengths, running, coming = self._tree, self.lengths, live.running, live.coming
         # Retraction does not free what these hold too.
-        holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
+        holders = [req.last_node for req in (*coming, *live.quarantined)]
+        holders += tree.tier.nodes_in_use()
         in_tree = tree.protected_size_ - tokens_above(holders)
         budget = Budget(
             self.free(running),
