@@ -36,7 +36,7 @@ from sglang.srt.disaggregation.decode_radix.handshake import (
     take_polls,
 )
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
-from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
+from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows, OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
@@ -47,7 +47,6 @@ from sglang.srt.disaggregation.decode_radix.quarantine import (
     poll_transfers,
     release,
 )
-from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
 from sglang.srt.disaggregation.decode_radix.retraction import Resumption
 from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
 from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks

@@ -24,11 +24,16 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
-from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
-from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
+from sglang.srt.disaggregation.common.rooms import (
+    ENGINE_BOOKS,
+    OWN_ROOM,
+    EndNotices,
+    Rooms,
+    rooms_held,
+)
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.utils import DisaggregationMode
