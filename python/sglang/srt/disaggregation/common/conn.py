@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.common.rooms import (
     OWN_ROOM,
     EndNotices,
     Rooms,
-    rooms_held,
 )
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
@@ -280,7 +279,12 @@ class CommonKVManager(engine.CommonKVManager):
 
     def rooms_held(self) -> dict[str, int]:
         """The number of rooms in each table; when idle, only rooms that decode alone asked for."""
-        return rooms_held(self.rooms, {name: getattr(self, name, ()) for name in self.room_books})
+        rooms = self.rooms
+        held = {"live": rooms.live, "writing": rooms.writing, "given_up": rooms.given_up}
+        held |= {name: getattr(self, name, ()) for name in self.room_books}
+        sets = dict(held.get("addr_to_rooms_tracker") or {})
+        of_peers = {"addr_to_rooms_tracker": sum(map(len, sets.values()))}
+        return {name: len(table) for name, table in held.items()} | of_peers
 
     def settle(self) -> None:
         """Fails queued requests that decode cancelled: nothing polls them. Called in every step."""

@@ -232,16 +232,6 @@ def _awaited(asked: Mapping[str, Any]) -> int:
     return max(info.required_dst_info_num for info in asked.values())
 
 
-def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
-    """The number of rooms in each table by name; of dicts of sets, each set is counted."""
-    held = {"live": len(rooms.live), "writing": len(rooms.writing), "given_up": len(rooms.given_up)}
-    for name, book in books.items():
-        held[name] = (
-            sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
-        )
-    return held
-
-
 class EndNotices(Generic[Peer]):
     """Ensures that each decode rank with the flag gets one notice per request: it has ended.
 

@@ -150,10 +150,7 @@ class Admission:
     """Admits requests of one rank."""
 
     def __init__(
-        self,
-        queue: DecodePreallocQueue,
-        deltas: PrefillDeltas,
-        sources: Sequence[DeltaSource] = (),
+        self, queue: DecodePreallocQueue, deltas: PrefillDeltas, sources: Sequence[DeltaSource] = ()
     ):
         """queue: whose requests it admits. deltas, sources: bring what the tree lacks."""
         self._queue, self.deltas, self._sources = queue, deltas, sources

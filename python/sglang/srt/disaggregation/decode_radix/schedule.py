@@ -18,14 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
 
-__all__ = [
-    "Agreed",
-    "Schedule",
-    "Window",
-    "priority_sign",
-    "sources_of",
-    "takes_prefix",
-]
+__all__ = ["Agreed", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
 
 READY = Phase.READY
 # Window places that rotate in a longer queue: for handshakes, and for ready requests behind the

@@ -34,11 +34,7 @@ from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION,
 from sglang.srt.disaggregation.mooncake import awaited_rooms, wire
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
-from sglang.srt.disaggregation.mooncake.watched_queue import (
-    QueuedChunks,
-    WatchedQueue,
-    WatchedQueues,
-)
+from sglang.srt.disaggregation.mooncake.watched_queue import QueuedChunks, WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import Peer
 from sglang.srt.utils.network import NetworkAddress
 
@@ -117,7 +113,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def __init__(self, *args, **kwargs):
         """Adds the queues that know which room is being written."""
         # Before the engine's `__init__`: it starts threads, and makes the session tables later.
-        self.watched_queues = WatchedQueues()
+        self.watched_queues: list[WatchedQueue] = []
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
@@ -244,7 +240,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which ends at an error of one chunk."""
         watched = self.watch(queue, executor, staging_buffer)
-        self.watched_queues.join(watched)
+        self.watched_queues.append(watched)
         self.queued.writers.add(threading.get_ident())
         while True:
             try:
@@ -279,7 +275,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written."""
-        return self.watched_queues.are_writing(room)
+        return any(watched.room == room for watched in self.watched_queues)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Adds, on prefill, that a late write changes no status of the room's next request."""
@@ -317,7 +313,9 @@ class MooncakeKVManager(engine.MooncakeKVManager):
                         "Could not tell decode at %s that room %s failed: %s", where, room, e
                     )
 
-        self.watched_queues.when_quiet(room, tell)
+        # In the writing thread, or here at once.
+        if not any(watched.defer(room, tell) for watched in self.watched_queues):
+            tell()
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over tables while the scheduler changes them."""

@@ -84,26 +84,6 @@ class WatchedQueue:
             return True
 
 
-class WatchedQueues:
-    """The queues of a worker's transfer threads. Each joins when its thread begins."""
-
-    def __init__(self) -> None:
-        self.all: list[WatchedQueue] = []
-
-    def join(self, watched: WatchedQueue) -> None:
-        """Add a queue."""
-        self.all.append(watched)
-
-    def are_writing(self, room: int) -> bool:
-        """Whether a thread is writing a chunk of ``room``."""
-        return any(watched.room == room for watched in self.all)
-
-    def when_quiet(self, room: int, job: Callable[[], None]) -> None:
-        """Run ``job`` when no thread writes ``room``: in the writing thread, or here at once."""
-        if not any(watched.defer(room, job) for watched in self.all):
-            job()
-
-
 class QueuedChunks:
     """Number and sender of each room's queued chunks. Changed under the lock of `Rooms`.
 
