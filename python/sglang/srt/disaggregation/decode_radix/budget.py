@@ -301,14 +301,6 @@ class Accounts:
             beside=self._tree.state.need(req, num_tokens, self.reserved),
         )
 
-    def kept_for(self, req: Req, held: int) -> Memory:
-        """What ``req`` needs soon if the tree holds ``held`` tokens of its prompt; see `plan`."""
-        num_tokens = len(req.origin_input_ids)
-        soon = pages(num_tokens + min(_tokens_left(req), self.reserved), self._page) * self._page
-        return Memory(
-            max(0, soon - held), self._tree.state.need(req, num_tokens, self.reserved).soon
-        )
-
     def free(self, running: Iterable[Req]) -> Memory:
         """What is free or evictable; beside KV, also what ``running`` requests can release."""
         tree = self._tree

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -230,20 +230,21 @@ class NixlKVManager(engine.NixlKVManager):
         aux_index: int | None = None,
         state_indices: list[int] | None = None,
     ):
-        """Wraps the engine's: counts bytes, and sends a last chunk without KV itself."""
+        """Wraps the engine's: counts bytes. A full hit's last chunk has metadata and no KV."""
         infos = [i for i in self.transfer_infos[bootstrap_room].values() if not i.is_dummy()]
         # Without the flag every stage writes it, as in the engine.
         self.writes_metadata = self.samples_tokens or not any(info.names_prefix for info in infos)
-        if len(kv_indices) == 0:
-            assert is_last and aux_index is not None
-            return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index, state_indices)
+        assert is_last or len(kv_indices)
         for info in infos:
             size = len(info.dst_kv_indices[index_slice])
             if size != len(kv_indices):
                 raise ValueError(f"decode allocated {size} of {len(kv_indices)} pages of a chunk")
-        for tag, answer in self.answers(
-            bootstrap_room, infos, kv_indices, index_slice.start, is_last
-        ).items():
+        answers = (
+            self.answers(bootstrap_room, infos, kv_indices, index_slice.start, is_last)
+            if len(kv_indices)
+            else {}
+        )
+        for tag, answer in answers.items():
             for info in [i for i in infos if tag in i.parts]:
                 self.agent.send_notif(
                     info.agent_name, f"{bootstrap_room}_{tag.decode()}_{answer}".encode("ascii")
@@ -261,12 +262,20 @@ class NixlKVManager(engine.NixlKVManager):
         return [handle for handle in handles if handle is not None]
 
     def send_kvcache(self, *args, **kwargs):
-        """Wraps the engine's: records the posted handle."""
-        return self._post(super().send_kvcache(*args, **kwargs))
+        """Wraps the engine's: records the posted handle; see `_send_kv`."""
+        return self._send_kv(super().send_kvcache, *args, **kwargs)
 
     def send_kvcache_slice(self, *args, **kwargs):
-        """Wraps the engine's: records the posted handle."""
-        return self._post(super().send_kvcache_slice(*args, **kwargs))
+        """Wraps the engine's: records the posted handle; see `_send_kv`."""
+        return self._send_kv(super().send_kvcache_slice, *args, **kwargs)
+
+    def _send_kv(self, send: Callable, peer_name: str, pages: npt.NDArray, *args, **kwargs):
+        """Without pages, as after a full hit, sends the notification only."""
+        if len(pages):
+            return self._post(send(peer_name, pages, *args, **kwargs))
+        *_, notif = args
+        self.agent.send_notif(peer_name, notif.encode("ascii"))
+        return None
 
     def send_aux(
         self,
@@ -311,40 +320,6 @@ class NixlKVManager(engine.NixlKVManager):
             status.lost = reason
         else:
             super().lose_room(room, reason)
-
-    def _send_without_kv(
-        self, room: int, infos: list[TransferInfo], chunk: int, aux: int, states: list[int] | None
-    ) -> list:
-        """Full hit: sends the notification that ends the KV, then state and metadata."""
-        handles = []
-        for info in infos:
-            self.agent.send_notif(
-                info.agent_name, f"{room}_kv_{chunk}_1_{self.kv_args.pp_rank}".encode("ascii")
-            )
-            peer = self.decode_kv_args_table[info.agent_name]
-            if states is not None:
-                handles.append(
-                    self.maybe_send_extra(
-                        info.agent_name,
-                        states,
-                        peer.dst_state_data_ptrs,
-                        info.dst_state_indices,
-                        peer.gpu_id,
-                        f"{room}_state_{self.kv_args.pp_rank}",
-                        peer.decode_tp_size,
-                    )
-                )
-            handles.append(
-                self.send_aux(
-                    info.agent_name, aux, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux"
-                )
-            )
-            sent = 0 if states is None else len(info.dst_state_indices)
-            self.count_transfer(
-                info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=sent
-            )
-        self.end_room(room, posted=True)
-        return [handle for handle in handles if handle is not None]
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
         """Notify decode agents, once each, that ``room`` failed."""

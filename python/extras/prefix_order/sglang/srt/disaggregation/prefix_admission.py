@@ -15,12 +15,14 @@ from sglang.srt.disaggregation.decode_radix.admission import Admission, DecodeAd
 from sglang.srt.disaggregation.decode_radix.budget import Memory
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import PrefixEntry, PrefixPolicy, Turns
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.prefix_watch import wanted_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.disaggregation.prefix_schedule import PrefixSchedule
+    from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["PrefixAdder", "PrefixAdmission"]
 
@@ -116,13 +118,18 @@ class PrefixAdmission(Admission):
                 decode_req.mark_failed(e)
                 continue
             if follows:
-                self._adding.wait(partial(self._accounts.kept_for, req, entry.watch.length + entry.coming))
+                self._adding.wait(partial(self._kept_for, req, entry.watch.length + entry.coming))
                 due = min(due, entry.due)
             else:
                 yield decode_req, may_match
         # Nobody was refused.
         if due < math.inf:
             self.following = self._moves(), due
+
+    def _kept_for(self, req: Req, held: int) -> Memory:
+        """What ``req`` needs soon if the tree holds ``held`` tokens of its prompt."""
+        plan = self._accounts.plan(req, req.origin_input_ids, PrefixPeek(held, 0, [], 0))
+        return Memory(max(0, plan.soon), plan.beside.soon)
 
     def _follows(self, decode_req: DecodeRequest, entry: PrefixEntry, may_match: bool, now: float) -> bool:
         """Whether it waits for the transfer of another, which brings ``entry.coming``."""
