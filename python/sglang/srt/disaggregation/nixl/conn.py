@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.common.wire import (
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
-from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -134,6 +133,25 @@ class TransferStatus(engine.TransferStatus):
     def is_quiet(self) -> bool:
         """Whether every expected agent has written all it announced or reported its end."""
         return len(self._complete() | self.failed_from) >= self.num_expected
+
+
+class LockedAgent:
+    """Lets one thread at a time call the agent; NIXL locks only if it listens on a port."""
+
+    def __init__(self, agent):
+        self._agent, self._lock = agent, threading.Lock()
+
+    def __getattr__(self, name: str):
+        value = getattr(self._agent, name)
+        if not callable(value):
+            return value
+
+        def locked(*args, **kwargs):
+            with self._lock:
+                return value(*args, **kwargs)
+
+        setattr(self, name, locked)
+        return locked
 
 
 # For the frames after the engine's guard.
