@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from decode_world import World, asked, queue
-from sglang.srt.disaggregation.decode_radix.adder import Added
+from sglang.srt.disaggregation.decode_radix.admission import Added
 from sglang.srt.disaggregation.decode_radix.budget import Memory
 from sglang.srt.disaggregation.prefix_admission import PrefixAdder
 from sglang.srt.disaggregation.prefix_policy import PrefixEntry as Entry

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.decode_radix.adder import DecodeAdder
-from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
+from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, DecodeAdder
 from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
 from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, ItlHooks, Load
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts

@@ -36,7 +36,7 @@ from sglang.srt.disaggregation.decode_radix.handshake import (
     take_polls,
 )
 from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
-from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
+from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows, OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
@@ -47,14 +47,8 @@ from sglang.srt.disaggregation.decode_radix.quarantine import (
     poll_transfers,
     release,
 )
-from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
-from sglang.srt.disaggregation.decode_radix.retraction import Resumption, joins
-from sglang.srt.disaggregation.decode_radix.schedule import (
-    Agreed,
-    OwnFigures,
-    Schedule,
-    priority_sign,
-)
+from sglang.srt.disaggregation.decode_radix.retraction import Resumption
+from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
 from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -234,16 +228,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
         self.memory = RequestMemory(tree, rows)
         deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = self.schedule_type(
-            self.policy, tree, lambda: priority_sign(self.scheduler), sources, figures
-        )
-        events = events_of(self.scheduler.server_args)
-        self.admission = self.admission_type(
-            tree, self.policy, self.accounts, self.memory, deltas, events, sources, self.ranks
-        )
-        self.resumption = Resumption(
-            tree, self.accounts, self.memory, lambda: joins(self.scheduler, hooks), hooks
-        )
+        self.schedule = self.schedule_type(self, sources, figures)
+        self.admission = self.admission_type(self, deltas, sources)
+        self.resumption = Resumption(self)
 
     # ---- new requests ----
 
@@ -325,9 +312,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # 3. Advance handshakes.
         self._resolve_pending_reqs()
         self._steps, queue, retracted = self._steps + 1, self.queue, self.retracted_queue
-        if self.admission.has_nothing_new(
-            self._steps, queue, retracted, self.schedule, self._budget, self.live
-        ):
+        if self.admission.has_nothing_new(self._steps, queue, retracted):
             return [], []
         # 4. Agree with the other ranks on the candidates and their order.
         if (agreed := self._agree()) is None:
@@ -349,15 +334,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return Agreed((), requests)
         polls = [poll_handshake(dr, self.tier) for dr in requests]
         if self.ranks.size == 1:
-            self._take_polls(requests, polls)
+            self.take_polls(requests, polls)
             return self.schedule.decide(window)
-        buffers = self.req_to_metadata_buffer_idx_allocator.available_size()
-        own = OwnFigures(len(self.queue), len(self.retracted_queue), self.memory.figures(), buffers)
-        return self.schedule.agree(
-            window, polls, self.ranks, own, lambda all_: self._take_polls(requests, all_)
-        )
+        return self.schedule.agree(window, polls)
 
-    def _take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
+    def take_polls(self, requests: Sequence[DecodeRequest], polls: Sequence[int]) -> None:
+        """Apply the reduced polls of ``requests``."""
         failed = take_polls(requests, polls)
         for _ in range(failed if self.scheduler.enable_metrics else 0):
             self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
@@ -373,7 +355,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     def _admit(self, agreed: Agreed, guard: OverlapGuard) -> list[DecodeRequest]:
         rows = self.req_to_token_pool.available_size() - guard.rows
-        admitted = self.admission.admit(agreed, guard, rows, self.live, self._budget, self.schedule)
+        admitted = self.admission.admit(agreed, guard, rows)
         self._forget(admitted)
         # With several ranks, the next poll shows first whether the request failed on any.
         alone = self.ranks.size == 1
@@ -400,7 +382,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         return live_reqs(self.scheduler, self.transfer_queue, self.retracted_queue)
 
     def _budget(self) -> Budget:
-        return self.accounts.budget(self.live(), self.tier.nodes_in_use())
+        return self.accounts.budget(self.live())
 
     # ---- retraction ----
 
@@ -410,12 +392,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             return super().resume_retracted_reqs(rids_to_check)
         if not self.retracted_queue:
             return []
-        resumed, num_failed = self.resumption.resume(
-            self.retracted_queue,
-            self.live(),
-            self.schedule.version,
-            lambda req: report_end(req, self.scheduler),
-        )
+        resumed, num_failed = self.resumption.resume()
         self.retracted_queue = self.retracted_queue[len(resumed) + num_failed :]
         return resumed
 

@@ -60,27 +60,11 @@ class Req(engine.Req):
     # Generation of the tree when its KV was computed; None before admission.
     kv_generation: int | None = None
 
-    def __init__(
-        self,
-        rid,
-        origin_input_text,
-        origin_input_ids,
-        sampling_params,
-        *args,
-        extra_key=None,
-        **kwargs,
-    ):
+    def __init__(self, *args, extra_key=None, **kwargs):
         """Sets ``extra_key``, which the engine's scheduler drops; see `keep_extra_key`."""
+        sampling_params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[3]
         extra_key = extra_key or getattr(sampling_params, "extra_key", None)
-        super().__init__(
-            rid,
-            origin_input_text,
-            origin_input_ids,
-            sampling_params,
-            *args,
-            extra_key=extra_key,
-            **kwargs,
-        )
+        super().__init__(*args, extra_key=extra_key, **kwargs)
 
     @property
     def held_len(self) -> int:

@@ -63,18 +63,14 @@ class CacheKind:
     refused: tuple[Refused, ...]
 
 
-def _switch(option: str) -> Rule:
+def switch(option: str) -> Rule:
     """Rule: ``option`` is refused if given."""
     return Rule(option, lambda args: getattr(args, option[2:].replace("-", "_")))
 
 
-def _several(option: str, name: str) -> Rule:
+def several(option: str, name: str) -> Rule:
     """Rule: ``option``, ``name`` in the server's args, is refused above 1."""
     return Rule(f"{option} above 1", lambda args: getattr(args, name) > 1)
-
-
-# For the rules of extras.
-switch, several = _switch, _several
 
 
 # The engine turns such a worker into an aggregated server, but after this check.
@@ -89,20 +85,20 @@ DECODE = CacheKind(
         Refused(
             f"{FLAG} is not verified together with {{name}}. Leave one of the two out.",
             (
-                _switch("--disable-radix-cache"),
-                _switch("--enable-hisparse"),
-                _switch("--disaggregation-decode-enable-offload-kvcache"),
-                _switch("--enable-hierarchical-cache"),
-                _switch("--enable-lmcache"),
-                _switch("--enable-streaming-session"),
+                switch("--disable-radix-cache"),
+                switch("--enable-hisparse"),
+                switch("--disaggregation-decode-enable-offload-kvcache"),
+                switch("--enable-hierarchical-cache"),
+                switch("--enable-lmcache"),
+                switch("--enable-streaming-session"),
                 # Decode has no step that would load the adapters.
-                _switch("--enable-lora-overlap-loading"),
+                switch("--enable-lora-overlap-loading"),
                 # Experts are recorded by slot on prefill, which computed the tokens.
-                _switch("--enable-return-routed-experts"),
+                switch("--enable-return-routed-experts"),
                 DIFFUSION,
                 SPECULATION,
-                _several("--pipeline-parallel-size", "pp_size"),
-                _several("--attention-context-parallel-size", "attn_cp_size"),
+                several("--pipeline-parallel-size", "pp_size"),
+                several("--attention-context-parallel-size", "attn_cp_size"),
                 Rule(
                     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
                     lambda args: envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get(),

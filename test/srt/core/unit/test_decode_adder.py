@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from decode_world import World, aborted, queue
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_radix.adder import Added, DecodeAdder
+from sglang.srt.disaggregation.decode_radix.admission import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory, Uses
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import QueueEntry

@@ -8,7 +8,7 @@ from decode_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.decode_radix.budget import live_reqs
-from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
+from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows
 from test_traps import serve, tokens
 
 

@@ -89,7 +89,7 @@ def fill(receiver: Any) -> None:
     """Send words to its prefill until none is taken."""
     for _ in range(200_000):
         for peer in receiver.bootstrap_infos:
-            receiver._send_to(peer, receiver._notice(b"word" * 1000))
+            receiver._send_to(peer, [*receiver.header, b"word" * 1000])
     raise AssertionError("everything is taken")
 
 

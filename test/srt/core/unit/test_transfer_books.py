@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import end_notices
-from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.mooncake.awaited_rooms import End
+from sglang.srt.disaggregation.common import rooms
+from sglang.srt.disaggregation.common.rooms import EndNotices
+from sglang.srt.disaggregation.mooncake.wire import End
 
 
 def test_the_oldest_rooms_are_forgotten(monkeypatch):
-    monkeypatch.setattr(end_notices, "REMEMBERED", 3)
+    monkeypatch.setattr(rooms, "REMEMBERED", 3)
     words: EndNotices[str] = EndNotices()
     for room in (1, 2, 3, 1, 4):
         words.begin(room, "a")

@@ -24,11 +24,15 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
-from sglang.srt.disaggregation.common.end_notices import EndNotices
 from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
-from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, Rooms, rooms_held
+from sglang.srt.disaggregation.common.rooms import (
+    ENGINE_BOOKS,
+    OWN_ROOM,
+    EndNotices,
+    Rooms,
+)
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -171,8 +175,8 @@ class CommonKVManager(engine.CommonKVManager):
             for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
                 self.connection_pool.pop(key, None)
 
-    def lose_prefill(self, addr: str) -> list[int]:
-        """Remove a lost prefill and return its rooms, in any thread."""
+    def lose_prefill(self, addr: str) -> None:
+        """Remove a lost prefill and fail its rooms, in any thread."""
         self.forget_connections(addr)
         self.prefill_info_table.pop(addr, None)
         # Copied at once: the scheduler may change the set.
@@ -183,7 +187,14 @@ class CommonKVManager(engine.CommonKVManager):
             addr,
             len(rooms),
         )
-        return rooms
+        reason = f"Losing connection with prefill instance (bootstrap_addr: {addr})"
+        for room in rooms:
+            self.lose_room(room, reason)
+
+    def lose_room(self, room: int, reason: str) -> None:
+        """Fail a lost prefill's ``room`` unless all of it has arrived."""
+        if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
+            self.fail_room(room, reason)
 
     @property
     def samples_tokens(self) -> bool:
@@ -268,7 +279,12 @@ class CommonKVManager(engine.CommonKVManager):
 
     def rooms_held(self) -> dict[str, int]:
         """The number of rooms in each table; when idle, only rooms that decode alone asked for."""
-        return rooms_held(self.rooms, {name: getattr(self, name, ()) for name in self.room_books})
+        rooms = self.rooms
+        held = {"live": rooms.live, "writing": rooms.writing, "given_up": rooms.given_up}
+        held |= {name: getattr(self, name, ()) for name in self.room_books}
+        sets = dict(held.get("addr_to_rooms_tracker") or {})
+        of_peers = {"addr_to_rooms_tracker": sum(map(len, sets.values()))}
+        return {name: len(table) for name, table in held.items()} | of_peers
 
     def settle(self) -> None:
         """Fails queued requests that decode cancelled: nothing polls them. Called in every step."""

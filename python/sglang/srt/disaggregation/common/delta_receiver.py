@@ -51,54 +51,6 @@ class ReceiverState:
     over: bool = False
     complained: bool = False
 
-    def tell(self, room: int, send: Callable[[dict], None]) -> None:
-        """Notify the remaining prefill ranks; a rank that takes no message stays in the list."""
-        untold, self.untold, self.told_at = self.untold, [], time.monotonic()
-        for peer in untold:
-            try:
-                send(peer)
-            except Exception as e:
-                # The next attempt replaces a socket that was being closed.
-                quiet = self.complained or isinstance(e, NotTaken)
-                self.complained |= not quiet
-                level = logging.DEBUG if quiet else logging.WARNING
-                logger.log(level, "Prefill cannot be told that room %s is given up: %s", room, e)
-                self.untold.append(peer)
-
-    def await_writers(
-        self,
-        room: int,
-        addr: str,
-        timeout_s: float,
-        send: Callable[[dict], None],
-        nobody_writes: Callable[[], bool],
-    ) -> bool:
-        """Whether no prefill rank writes any more, or the longest time for a transfer has passed.
-
-        send: cancels at one rank. nobody_writes: whether all writers reported their end or are
-        lost.
-        """
-        # Also if the request could not be cancelled.
-        self.given_up_at = self.given_up_at or time.monotonic()
-        try:
-            if self.untold and time.monotonic() - self.told_at >= TELL_AGAIN_S:
-                self.tell(room, send)
-            done = nobody_writes()
-        except Exception:
-            # Wait for the timeout.
-            logger.exception("Room %s: whether prefill still writes for it", room)
-            done = False
-        if not done and time.monotonic() - self.given_up_at > timeout_s:
-            logger.warning(
-                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: "
-                "pages are reused.",
-                room,
-                timeout_s,
-                addr,
-            )
-            done = True
-        return done
-
 
 def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> str | None:
     """Why ``room``'s metadata is not in its buffer: "" while it may arrive, None if it is."""
@@ -111,18 +63,6 @@ def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> st
         if in_buffer
         else "its metadata has not come"
     )
-
-
-def _quarantine_s(receiver: DeltaReceiver) -> float:
-    """Seconds after which prefill begins no write for a cancelled request, even unanswered.
-
-    It is the timeout that prefill reported when asked, as another prefill may have its address by
-    now, and at least this worker's own.
-    """
-    manager = receiver.kv_mgr
-    # Only another rank has asked prefill: use what prefill reports now.
-    wait_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
-    return max(manager.waiting_timeout, wait_s)
 
 
 # Placeholder: `conn.py` puts the engine's class behind this one.
@@ -140,7 +80,6 @@ class DeltaReceiver(Base):
     metadata_room: Callable[[], int] | None = None
     # Whether the queue keeps a failed request's pages until `writers_done`; not in the engine.
     fenced = False
-    quarantine_s = property(_quarantine_s)
     # The engine sets these in the handshake. Until then nobody writes.
     bootstrap_infos: list[dict] | None = None
     required_prefill_response_num = 0
@@ -228,6 +167,18 @@ class DeltaReceiver(Base):
         raise RuntimeError(self.kv_mgr.take_reason(self.bootstrap_room))
 
     @property
+    def quarantine_s(self) -> float:
+        """Seconds after which prefill begins no write for a cancelled request, even unanswered.
+
+        It is the timeout that prefill reported when asked, as another prefill may have its address
+        by now, and at least this worker's own.
+        """
+        manager = self.kv_mgr
+        # Only another rank has asked prefill: use what prefill reports now.
+        wait_s = self.state.writes_s or manager.prefills.of(self.bootstrap_addr).waiting_timeout
+        return max(manager.waiting_timeout, wait_s)
+
+    @property
     def peer_takes_prefix(self) -> bool:
         """Whether the request may name a prefix to its prefill."""
         return self.carries_prefix and self.kv_mgr.prefills.of(self.bootstrap_addr).takes_prefix
@@ -250,11 +201,9 @@ class DeltaReceiver(Base):
             )
         return frozenset(p.tag for p, _ in parts if p.answer is not None)
 
-    def _writers(self) -> list[dict]:
-        return [peer for peer in self.bootstrap_infos or [] if not peer["is_dummy"]]
-
-    def _notice(self, kind: bytes) -> list[bytes]:
-        """The frames of a notice of this kind; backends with notices override it."""
+    @property
+    def header(self) -> list[bytes]:
+        """The first frames of each message to prefill; backends with a prefix override it."""
         raise NotImplementedError
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
@@ -307,26 +256,52 @@ class DeltaReceiver(Base):
             # Prefill was never asked: there are no writers.
             self.end()
         if self.peer_takes_prefix:
-            self.state.untold, self.state.told_at = self._writers(), time.monotonic()
-            self.state.tell(self.bootstrap_room, self._cancel_at)
+            ranks = self.bootstrap_infos or []
+            self.state.untold = [rank for rank in ranks if not rank["is_dummy"]]
+            self._tell()
 
-    def _cancel_at(self, peer: dict) -> None:
-        self._send_to(peer, self._notice(CANCEL))
+    def _tell(self) -> None:
+        """Cancel at the remaining prefill ranks; a rank that takes no message stays in the list."""
+        state, room = self.state, self.bootstrap_room
+        untold, state.untold, state.told_at = state.untold, [], time.monotonic()
+        for peer in untold:
+            try:
+                self._send_to(peer, [*self.header, CANCEL])
+            except Exception as e:
+                # The next attempt replaces a socket that was being closed.
+                quiet = state.complained or isinstance(e, NotTaken)
+                state.complained |= not quiet
+                level = logging.DEBUG if quiet else logging.WARNING
+                logger.log(level, "Prefill cannot be told that room %s is given up: %s", room, e)
+                state.untold.append(peer)
 
     def writers_done(self) -> bool:
         """Whether every prefill rank has finished, cancelled, is lost or exceeded its timeout.
 
         It stays True: the TP ranks find out in different steps and act when all have.
         """
-        state = self.state
-        if not state.over and state.await_writers(
-            self.bootstrap_room,
-            self.bootstrap_addr,
-            self.quarantine_s,
-            self._cancel_at,
-            self._nobody_writes,
-        ):
+        state, room = self.state, self.bootstrap_room
+        if state.over:
+            return True
+        # Also if the request could not be cancelled.
+        state.given_up_at = state.given_up_at or time.monotonic()
+        try:
+            if state.untold and time.monotonic() - state.told_at >= TELL_AGAIN_S:
+                self._tell()
+            state.over = self._nobody_writes()
+        except Exception:
+            # Wait for the timeout.
+            logger.exception("Room %s: whether prefill still writes for it", room)
+        if not state.over and time.monotonic() - state.given_up_at > self.quarantine_s:
+            logger.warning(
+                "Room %s failed over %.0f s ago and prefill %s never said that it writes no more: "
+                "pages are reused.",
+                room,
+                self.quarantine_s,
+                self.bootstrap_addr,
+            )
             state.over = True
+        if state.over:
             self.end()
         return state.over
 

@@ -117,8 +117,8 @@ def names_prefix(asked: Iterable[Any]) -> bool:
     return any(getattr(info, "names_prefix", False) for info in asked)
 
 
-def read_decode_prefix(asked: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Decode's prefix (tokens) and delta (pages; None: no KV). ValueError if its ranks disagree."""
+def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int) -> int:
+    """The prefix (tokens) to leave out, 0 without the flag. Raises ValueError if it is invalid."""
     infos = asked.values()
     prefixes = {getattr(info, "decode_prefix_len", None) or 0 for info in infos}
     sizes = {len(info.dst_kv_indices) for info in infos if not asks_for_nothing(info)}
@@ -126,32 +126,13 @@ def read_decode_prefix(asked: Mapping[str, Any]) -> tuple[int, int | None]:
         raise ValueError(
             f"decode ranks disagree: prefixes {sorted(prefixes)}, delta pages {sorted(sizes)}"
         )
-    return (prefixes.pop() if prefixes else 0), (sizes.pop() if sizes else None)
-
-
-def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int) -> int:
-    """The prefix (tokens) to leave out, 0 without the flag. Raises ValueError if it is invalid."""
-    prefix_len, num_pages = read_decode_prefix(asked)
-    if prefix_len or names_prefix(asked.values()):
+    prefix_len = prefixes.pop() if prefixes else 0
+    if prefix_len or names_prefix(infos):
         if prompt_len is None:
             raise ValueError("this prefill does not know the length of the prompt")
+        num_pages = sizes.pop() if sizes else None
         check_decode_prefix(prefix_len, num_pages, prompt_len, page_size)
     return prefix_len
-
-
-def said_prompts(asked: Mapping[str, Any]) -> set[bytes]:
-    """What decode's ranks reported of the prompt; empty if none did."""
-    return {info.prompt for info in asked.values() if getattr(info, "prompt", None) is not None}
-
-
-def check_prompt(sender: DeltaSender) -> None:
-    """Raise ValueError if decode's prompt, as far as reported, differs from this worker's."""
-    if sender.is_cut:
-        # Decode's last page would not be filled.
-        raise ValueError(
-            "prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)"
-        )
-    sender.check_said(said_prompts(sender.state.asked))
 
 
 # Placeholder: `conn.py` puts the engine's class behind this one.
@@ -219,7 +200,7 @@ class DeltaSender(Base):
             named = names_prefix(state.asked.values())
             if named:
                 # First: if the prompts differ, the rest of the message is wrong too.
-                check_prompt(self)
+                self._check_prompt()
             prefix_len = check_asked(state.asked, self.prompt_len, manager.kv_args.page_size)
             due_at = math.inf
             if named:
@@ -232,6 +213,16 @@ class DeltaSender(Base):
         state.accept(prefix_len, due_at)
         self.fail_if_refused()
         return not self.has_failed()
+
+    def _check_prompt(self) -> None:
+        """Raise ValueError if decode's prompt, as far as reported, differs from this worker's."""
+        if self.is_cut:
+            # Decode's last page would not be filled.
+            raise ValueError(
+                "prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)"
+            )
+        said = (getattr(info, "prompt", None) for info in self.state.asked.values())
+        self.check_said({prompt for prompt in said if prompt is not None})
 
     def check_said(self, said: set[bytes]) -> None:
         """Raise ValueError if a prompt length reported by decode differs from this worker's."""

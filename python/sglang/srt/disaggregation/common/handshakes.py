@@ -77,11 +77,10 @@ class Connection:
     over: it succeeded, or failed for ``reason``. The scheduler then registers this worker's memory.
     """
 
-    def __init__(self) -> None:
-        self.over = False
-        self.reason: str | None = None
+    over = False
+    reason: str | None = None
 
-    def make(self, fetch: Callable[[], None]) -> None:
+    def __init__(self, fetch: Callable[[], None]) -> None:
         """Query in a thread. fetch: queries, and raises if the answer cannot be used."""
 
         def run() -> None:
@@ -109,24 +108,7 @@ class Connections:
 
     def start(self, addr: str, dp_rank: int, fetch: Callable[[], None]) -> Connection:
         """Start a query."""
-        attempt = self._attempts[addr, dp_rank] = Connection()
-        attempt.make(fetch)
-        return attempt
-
-    def join(
-        self, addr: str, dp_rank: int, is_known: bool, fetcher: Callable[[], Callable[[], None]]
-    ) -> Connection | None:
-        """The query to wait for, started if needed; None if the ranks know this worker's memory.
-
-        is_known: whether the addresses are known. fetcher: makes the thread's job.
-        """
-        attempt = self.get(addr, dp_rank)
-        if attempt is not None and attempt.over and (attempt.reason is not None or not is_known):
-            # It failed, or its result has been removed.
-            self.done(addr, dp_rank, attempt)
-            attempt = None
-        if attempt is None and not is_known:
-            attempt = self.start(addr, dp_rank, fetcher())
+        attempt = self._attempts[addr, dp_rank] = Connection(fetch)
         return attempt
 
     def done(self, addr: str, dp_rank: int, attempt: Connection) -> None:
@@ -183,9 +165,15 @@ class Handshake:
             connections.done(addr, dp_rank, self.connection)
             raise ConnectionError(self.connection.reason)
         ranks = known()
-        attempt = connections.join(addr, dp_rank, ranks is not None, fetcher)
+        attempt = connections.get(addr, dp_rank)
+        if attempt is not None and attempt.over and (attempt.reason is not None or ranks is None):
+            # It failed, or its result has been removed.
+            connections.done(addr, dp_rank, attempt)
+            attempt = None
         if attempt is None:
-            return ranks or [], False
+            if ranks is not None:
+                return ranks, False
+            attempt = connections.start(addr, dp_rank, fetcher())
         self.connection = attempt
         if not attempt.over:
             raise NotConnected

@@ -9,35 +9,18 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); de
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.end_notices import EndNotices
-from sglang.srt.disaggregation.common.rooms import Rooms, Verdict
+from sglang.srt.disaggregation.common.rooms import Verdict
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Request, Unusable
 
 logger = logging.getLogger(__name__)
 
 # The backend's identity of a decode rank.
 Peer = TypeVar("Peer", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Books(Generic[Peer]):
-    """Tables of a prefill rank that its inbox reads and writes, under the lock of ``rooms``.
-
-    asked: decode ranks' requests, by room and name; registered: their memory, by name. Both are the
-    engine's. cancels: decode ranks that cancelled a live room and wait for an answer. end_notices:
-    which ranks were notified of the end.
-    """
-
-    rooms: Rooms
-    asked: dict[int, dict[str, Any]]
-    registered: Mapping[str, Any]
-    cancels: dict[int, set[Peer]]
-    end_notices: EndNotices[Peer]
 
 
 @dataclass(frozen=True)
@@ -60,36 +43,15 @@ class Backend(Generic[Peer]):
     in_the_way: Callable[[int], str | None] = lambda room: None
 
 
-class Worker(Protocol):
-    """What the inbox needs of a prefill's manager."""
-
-    request_status: dict[int, KVPoll]
-
-    def heard_until(self, info: Any) -> float:
-        """The monotonic time up to which messages of the rank that sent ``info`` have been read."""
-
-    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Record the progress of a room."""
-
-    def end_room(self, room: int, reason: str | None = None) -> None:
-        """Record that a room has ended, and why it failed."""
-
-    def tell_failure(self, room: int, peers: Iterable, reason: str) -> None:
-        """Report a failed room to decode ranks, once each, when no write is in flight."""
-
-    def unfit(self, name: str) -> str | None:
-        """Why this rank cannot write to the named decode rank; None if it can."""
-
-
 class PrefillInbox(Generic[Peer]):
-    """Handles decode's messages."""
+    """Handles decode's messages, under the lock of the manager's `Rooms`."""
 
-    def __init__(self, books: Books[Peer], backend: Backend[Peer], worker: Worker) -> None:
-        self._books, self._backend, self._worker = books, backend, worker
+    def __init__(self, backend: Backend[Peer], manager: Any) -> None:
+        self._backend, self._manager = backend, manager
 
     def take(self, message: OfRoom[Peer]) -> None:
         """Handle one message of a decode rank about one room."""
-        with self._books.rooms.lock:
+        with self._manager.rooms.lock:
             if isinstance(message, Cancel):
                 self._on_cancel(message)
             elif isinstance(message, Unusable):
@@ -99,21 +61,22 @@ class PrefillInbox(Generic[Peer]):
 
     def _on_request(self, msg: Request[Peer]) -> None:
         """Handle a request for KV; its room may begin when all decode ranks have asked."""
-        books, room, info, word = self._books, msg.room, msg.info, self._backend.rank_word
-        info.heard_until = self._worker.heard_until(info)
-        asked = books.asked.get(room, {})
+        manager, room, info, word = self._manager, msg.room, msg.info, self._backend.rank_word
+        info.heard_until = manager.heard_until(info)
+        asked = manager.transfer_infos.get(room, {})
         if msg.name not in asked and not msg.is_dummy:
-            books.end_notices.begin(room, msg.peer, info.names_prefix)
-        known = msg.name in books.registered
+            manager.end_notices.begin(room, msg.peer, info.names_prefix)
+        known = msg.name in manager.decode_kv_args_table
         unfit = None if known else f"{word} {msg.name!r} has not registered its memory"
         # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
         if known and info.names_prefix and not msg.is_dummy:
-            unfit = self._worker.unfit(msg.name)
-        verdict, reason = books.rooms.on_request(msg, asked, unfit, self._backend.in_the_way(room))
+            unfit = manager.unfit(msg.name)
+        in_the_way = self._backend.in_the_way(room)
+        verdict, reason = manager.rooms.on_request(msg, asked, unfit, in_the_way)
         if verdict in (Verdict.TAKEN, Verdict.READY):
-            books.asked.setdefault(room, {})[msg.name] = info
+            manager.transfer_infos.setdefault(room, {})[msg.name] = info
             if verdict == Verdict.READY:
-                self._worker.update_status(room, KVPoll.WaitingForInput)
+                manager.update_status(room, KVPoll.WaitingForInput)
         elif verdict == Verdict.REPEATED:
             logger.error(
                 "Ignored a repeated request of decode %s %s for room %s", word, msg.name, room
@@ -121,34 +84,36 @@ class PrefillInbox(Generic[Peer]):
         elif verdict == Verdict.REFUSED:
             self._turn_down(room, msg.peer, info.names_prefix, reason)
         elif known and (self._backend.dummies_answer or not msg.is_dummy):
-            self._worker.tell_failure(room, {msg.peer}, reason)
+            manager.tell_failure(room, {msg.peer}, reason)
 
     def _turn_down(self, room: int, peer: Peer | None, names_prefix: bool, reason: str) -> None:
         """Fail a room for an unusable message. The room's request may reach this worker later."""
-        reason = self._books.rooms.refuse_request(room, reason)
+        reason = self._manager.rooms.refuse_request(room, reason)
         if peer is not None and self._backend.can_tell(peer, names_prefix):
-            self._books.end_notices.begin(room, peer)
-            self._worker.tell_failure(room, {peer}, reason)
+            self._manager.end_notices.begin(room, peer)
+            self._manager.tell_failure(room, {peer}, reason)
 
     def _on_cancel(self, message: Cancel[Peer]) -> None:
         """Handle a cancellation. Decode keeps the pages until this rank answers or has written all.
 
         A live request answers when its writes are done. A request that arrives later is refused.
         """
-        books, room, peer = self._books, message.room, message.peer
+        manager, room, peer = self._manager, message.room, message.peer
         can_tell = self._backend.can_tell(peer, True)
-        if room in books.rooms.live:
+        if room in manager.rooms.live:
             if can_tell:
-                books.cancels.setdefault(room, set()).add(peer)
-            books.rooms.give_up(room)
-        elif books.rooms.has_ended(room):
-            answer = self._backend.late_cancel(books.rooms.failure(room))
+                manager.cancels.setdefault(room, set()).add(peer)
+            manager.rooms.give_up(room)
+        elif manager.rooms.has_ended(room):
+            answer = self._backend.late_cancel(manager.rooms.failure(room))
             if answer is not None:
-                self._worker.tell_failure(room, {peer}, answer)
+                manager.tell_failure(room, {peer}, answer)
         else:
-            reason, answer = self._backend.early_cancel(books.rooms.refuse_request(room, GIVEN_UP))
-            self._worker.end_room(room, reason)
+            reason, answer = self._backend.early_cancel(
+                manager.rooms.refuse_request(room, GIVEN_UP)
+            )
+            manager.end_room(room, reason)
             # Left by decode's request, which came before this worker's own.
-            self._worker.request_status.pop(room, None)
+            manager.request_status.pop(room, None)
             if can_tell:
-                self._worker.tell_failure(room, {peer}, answer)
+                manager.tell_failure(room, {peer}, answer)

@@ -129,13 +129,8 @@ class PrefillPeers:
         get: Callable[..., requests.Response] = requests.get,
         asked: Callable[[str, bool], object] = lambda addr, answered: None,
     ) -> None:
-        self._args, self._met, self._shake, self._get, self._asked = (
-            server_args,
-            met,
-            shake,
-            get,
-            asked,
-        )
+        self._args, self._met, self._shake = server_args, met, shake
+        self._get, self._asked = get, asked
         # By address, after a handshake. Never removed, 300 bytes each: a lost prefill may still
         # write for requests that depend on this, and a prefill in use is not queried again.
         self.capabilities: dict[str, Capabilities] = {}

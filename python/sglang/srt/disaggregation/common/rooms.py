@@ -1,4 +1,4 @@
-"""A prefill worker's rooms: live or ended and why, and decode's messages about them.
+"""A prefill worker's rooms: live or ended and why, decode's messages about them, and the answers.
 
 Decode's messages and the worker's own requests arrive in any order. Both transfer backends use
 these tables, keyed by the engine's bootstrap_room.
@@ -12,17 +12,21 @@ import enum
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.bounded import remember
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
 
 logger = logging.getLogger(__name__)
 
+# Identity of a decode rank: its address over Mooncake, the name of its agent over NIXL.
+Peer = TypeVar("Peer", bound=Hashable)
+
 # Ended rooms kept, so that a late or repeated message is not taken for a new request.
 REMEMBERED_ROOMS = 65536
+# The same, of `EndNotices`.
+REMEMBERED = 4096
 
 # Advice if two requests have the same room.
 OWN_ROOM = "each request needs a room of its own"
@@ -36,6 +40,15 @@ ENGINE_BOOKS = (
     "prefill_response_tracker",
     "addr_to_rooms_tracker",
 )
+
+
+def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
+    """Add an entry as the newest of at most ``most``, removing the oldest."""
+    book.pop(key, None)
+    book[key] = value
+    while len(book) > most:
+        # `popitem` is O(1); finding a dict's first key walks over all deleted entries.
+        book.popitem(last=False)
 
 
 class Verdict(enum.Enum):
@@ -219,11 +232,43 @@ def _awaited(asked: Mapping[str, Any]) -> int:
     return max(info.required_dst_info_num for info in asked.values())
 
 
-def rooms_held(rooms: Rooms, books: Mapping[str, Any]) -> dict[str, int]:
-    """The number of rooms in each table by name; of dicts of sets, each set is counted."""
-    held = {"live": len(rooms.live), "writing": len(rooms.writing), "given_up": len(rooms.given_up)}
-    for name, book in books.items():
-        held[name] = (
-            sum(map(len, book.values())) if name == "addr_to_rooms_tracker" and book else len(book)
-        )
-    return held
+class EndNotices(Generic[Peer]):
+    """Ensures that each decode rank with the flag gets one notice per request: it has ended.
+
+    Decode would take a second one for that of the room's next request, which is still written.
+    """
+
+    def __init__(self) -> None:
+        # By room, whether each rank that asked has been notified; the oldest rooms are removed.
+        self._told: OrderedDict[int, dict[Peer, bool]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
+        """``peer`` asks for ``room`` and waits for a notice, unless it runs without the flag."""
+        with self._lock:
+            sent = self._told.pop(room, {})
+            # Another worker may have had that address.
+            sent.pop(peer, None)
+            if has_flag:
+                sent[peer] = False
+            if sent:
+                remember(self._told, room, sent, REMEMBERED)
+
+    def concerns(self, room: int, peer: Peer) -> bool:
+        """Whether ``peer`` is known to have asked for ``room``."""
+        with self._lock:
+            return peer in self._told.get(room, {})
+
+    def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
+        """Those of ``peers`` that have not been notified; the caller notifies them."""
+        with self._lock:
+            sent = self._told.get(room, {})
+            due = {peer for peer in peers if not sent.get(peer, False)}
+            sent.update((peer, True) for peer in due if peer in sent)
+        return due
+
+    def undelivered(self, room: int, peer: Peer) -> None:
+        """The notice to ``peer`` could not be sent: it is due again."""
+        with self._lock:
+            if peer in self._told.get(room, {}):
+                self._told[room][peer] = False

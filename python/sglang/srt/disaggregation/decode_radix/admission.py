@@ -1,50 +1,132 @@
 """Admission of ready requests in one step, in order: plan, add, allocate memory, ask for the delta.
 
+`DecodeAdder`, like the engine's ``PrefillAdder``, adds until one does not fit.
+
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.disaggregation.decode_radix.adder import Added, DecodeAdder
-from sglang.srt.disaggregation.decode_radix.budget import (
-    Accounts,
-    AdmissionPlan,
-    Budget,
-    LiveReqs,
-    Memory,
-)
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
 from sglang.srt.disaggregation.decode_radix.schedule import sources_of
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
-    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Events
+    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Limit
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
-    from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
-    from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
+    from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["Admission", "Blocked", "Held", "all_ready", "waiting"]
+__all__ = ["Added", "Admission", "Blocked", "DecodeAdder", "Held", "all_ready", "waiting"]
 
 # Access to a member of an enumeration takes longer than its use.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
-YES, LAST, NO_ROOM, NO_MEMORY, HELD = (
-    Added.YES,
-    Added.LAST,
-    Added.NO_ROOM,
-    Added.NO_MEMORY,
-    Added.HELD,
-)
 # Steps of a blocked queue between two searches for aborted requests.
 ABORT_INTERVAL = 16
+
+
+class Added(enum.Enum):
+    """The result of adding a request."""
+
+    YES = enum.auto()
+    # Added; no other request follows in this step.
+    LAST = enum.auto()
+    # Refused, and the step ends: no req_to_token slot or buffer, too little memory, throttled by a
+    # limit, or another request's turn.
+    NO_ROOM = enum.auto()
+    NO_MEMORY = enum.auto()
+    HELD = enum.auto()
+    NOT_ITS_TURN = enum.auto()
+
+
+class DecodeAdder:
+    """The admissions of one step, counted by their plans and not by their outcome."""
+
+    def __init__(
+        self,
+        room: int,
+        budget: Callable[[], Budget],
+        reserved: int,
+        evictable: int | None = None,
+        limits: Sequence[Callable[[LiveReqs], Limit]] = (),
+        live: Callable[[], LiveReqs] | None = None,
+    ):
+        """room: number of requests for which there are a req_to_token slot and a metadata buffer.
+
+        reserved: tokens for a request's next steps. evictable: if the step evicts more tokens, it
+        ends; None: no bound. limits: see `DecodeHooks.limit`. budget, live: state of the step;
+        called at most once, when a request could be admitted.
+        """
+        self._make_limits, self._live = limits, live
+        self._limits: list[Limit] | None = None
+        # After `Added.HELD`: see `Limit.held_live`.
+        self.held_live: int | None = None
+        self._capacity, self._reserved, self._make_budget, self._evictable = (
+            room,
+            reserved,
+            budget,
+            evictable,
+        )
+        self._budget: Budget | None = None
+        # The last admission, not yet in the budget.
+        self._uncounted: AdmissionPlan | None = None
+        self._entries: list[QueueEntry] = []
+
+    @property
+    def promised(self) -> Memory:
+        """Memory kept for other requests, at most as `Budget.covers` allows."""
+        return Memory(0)
+
+    def add_one(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> Added:
+        """Add ``req`` if ``plan`` fits. The caller admits it before it adds the next."""
+        if len(self._entries) >= self._capacity:
+            return Added.NO_ROOM
+        budget = self._budget_now()
+        if not budget.covers(plan, self.promised):
+            return Added.NO_MEMORY
+        if self._make_limits and not self._within_limits(entry, req, plan):
+            return Added.HELD
+        if not self._in_turn(entry):
+            return Added.NOT_ITS_TURN
+        self._uncounted = plan
+        self._entries.append(entry)
+        # ``available`` is negative after evictions by earlier admissions.
+        evicts = max(0, plan.delta - budget.available)
+        within = self._evictable is None or evicts <= self._evictable
+        return Added.YES if within else Added.LAST
+
+    def _in_turn(self, entry: QueueEntry) -> bool:
+        """Whether it is this request's turn; called in the order of admission."""
+        return True
+
+    def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
+        if self._limits is None:
+            assert self._live is not None
+            live = self._live()
+            self._limits = [make(live) for make in self._make_limits]
+        for limit in self._limits:
+            if not limit.add(plan, req, at_once=entry.local):
+                self.held_live = limit.held_live()
+                return False
+        return True
+
+    def _budget_now(self) -> Budget:
+        budget = self._budget
+        if budget is None:
+            budget = self._budget = self._make_budget()
+        elif self._uncounted is not None:
+            budget.admit(self._uncounted, self._reserved)
+            self._uncounted = None
+        return budget
 
 
 class Blocked(NamedTuple):
@@ -68,21 +150,15 @@ class Admission:
     """Admits requests of one rank."""
 
     def __init__(
-        self,
-        tree: DecodeRadixCache,
-        policy: AdmissionPolicy,
-        accounts: Accounts,
-        memory: RequestMemory,
-        deltas: PrefillDeltas,
-        events: Events,
-        sources: Sequence[DeltaSource] = (),
-        ranks: Ranks | None = None,
+        self, queue: DecodePreallocQueue, deltas: PrefillDeltas, sources: Sequence[DeltaSource] = ()
     ):
-        """deltas, sources: bring what the tree lacks. ranks: admit the same; None for one rank."""
-        self._several_ranks = ranks is not None and ranks.size > 1
-        self._tree, self._policy, self._accounts = tree, policy, accounts
-        self.memory, self.deltas, self._events, self._sources = memory, deltas, events, sources
-        self._look_every = policy.lines.look_every or ABORT_INTERVAL
+        """queue: whose requests it admits. deltas, sources: bring what the tree lacks."""
+        self._queue, self.deltas, self._sources = queue, deltas, sources
+        self._several_ranks = queue.ranks.size > 1
+        self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
+        self.memory, self._schedule = queue.memory, queue.schedule
+        self._events = events_of(queue.scheduler.server_args)
+        self._look_every = self._policy.lines.look_every or ABORT_INTERVAL
         # Last step: the state if no slot or buffer was free; the request blocked; the one
         # throttled.
         self.full: tuple[int, ...] | None = None
@@ -90,13 +166,7 @@ class Admission:
         self.held: Held | None = None
 
     def has_nothing_new(
-        self,
-        step: int,
-        queue: Sequence[DecodeRequest],
-        retracted: Sequence[Req],
-        schedule: Schedule,
-        budget: Callable[[], Budget],
-        live: Callable[[], LiveReqs],
+        self, step: int, queue: Sequence[DecodeRequest], retracted: Sequence[Req]
     ) -> bool:
         """Whether to skip a step: all handshakes are done, and the next request does not fit.
 
@@ -110,7 +180,7 @@ class Admission:
         if step % self._look_every == 0 or not queue:
             return False
         rows = min(self.memory.rows.available_size(), self.deltas.room())
-        full = rows <= 0 and self.full == schedule.version()
+        full = rows <= 0 and self.full == self._schedule.version()
         if (not full and blocked is None and held is None) or not all_ready(queue):
             return False
         if full:
@@ -119,12 +189,14 @@ class Admission:
             # It stays so until a request ends, whatever enters the tree.
             if held.live is None:
                 return False
-            now = live()
+            now = self._queue.live()
             return len(now.running) + len(now.coming) >= held.live
         assert blocked is not None
-        if blocked.version != schedule.version():
+        if blocked.version != self._schedule.version():
             return False
-        return not self._has_freed(blocked) or not budget().covers(blocked.plan, blocked.kept)
+        if not self._has_freed(blocked):
+            return True
+        return not self._queue._budget().covers(blocked.plan, blocked.kept)
 
     def _has_freed(self, blocked: Blocked) -> bool:
         """Whether there is more memory than when ``blocked`` was refused in the same state.
@@ -135,17 +207,9 @@ class Admission:
         free = blocked.free
         return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv
 
-    def admit(
-        self,
-        agreed: Agreed,
-        guard: OverlapGuard,
-        rows: int,
-        live: Callable[[], LiveReqs],
-        budget: Callable[[], Budget],
-        schedule: Schedule,
-    ) -> list[DecodeRequest]:
+    def admit(self, agreed: Agreed, guard: OverlapGuard, rows: int) -> list[DecodeRequest]:
         """Admit candidates in order until one does not fit. rows: free req_to_token slots."""
-        adder = self._adder(agreed.window, min(rows, self.deltas.room()), budget, live)
+        adder = self._adder(agreed.window, min(rows, self.deltas.room()))
         was_blocked = self.blocked
         self.full = self.blocked = self.held = None
         admitted: list[DecodeRequest] = []
@@ -156,66 +220,50 @@ class Admission:
             if self._sources and not self._several_ranks:
                 entry.sources = sources_of(decode_req, self._sources)
             try:
-                plan = self._plan(decode_req, entry, may_match, live)
+                plan = self._plan(decode_req, entry, may_match)
             except Exception as e:
                 # Raised on all ranks: their trees are the same.
                 decode_req.mark_failed(e)
                 continue
             added = adder.add_one(entry, req, plan)
-            if added is not YES and added is not LAST:
-                self._note_refused(added, req, plan, adder, schedule, guard)
-                if added is NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
+            if added is not Added.YES and added is not Added.LAST:
+                self._note_refused(added, req, plan, adder, guard)
+                if added is Added.NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
                     self._events.blocked()
                 break
             self.admit_one(decode_req, plan)
             admitted.append(decode_req)
-            if added is LAST:
+            if added is Added.LAST:
                 break
         self.deltas.ask_admitted(guard)
         for held in self._policy.hooks.held:
             held(None if self.held is None else self.held.rid, lambda: len(waiting(agreed.window)))
         return admitted
 
-    def _adder(
-        self,
-        window: Sequence[DecodeRequest],
-        room: int,
-        budget: Callable[[], Budget],
-        live: Callable[[], LiveReqs],
-    ) -> DecodeAdder:
+    def _adder(self, window: Sequence[DecodeRequest], room: int) -> DecodeAdder:
         # Several ranks have agreed on their trees as they were before an eviction.
         evictable = 0 if self._several_ranks else None
-        return DecodeAdder(
-            room, budget, self._accounts.reserved, evictable, self._policy.hooks.limit, live
-        )
+        return DecodeAdder(room, *self._for_adder(evictable))
+
+    def _for_adder(self, evictable: int | None) -> tuple:
+        """The arguments of `DecodeAdder` after the first."""
+        reserved, limits = self._accounts.reserved, self._policy.hooks.limit
+        return self._queue._budget, reserved, evictable, limits, self._queue.live
 
     def _note_refused(
-        self,
-        added: Added,
-        req: Req,
-        plan: AdmissionPlan,
-        adder: DecodeAdder,
-        schedule: Schedule,
-        guard: OverlapGuard,
+        self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
     ) -> None:
         """Note why the step ends with ``req``, and in which state."""
-        if added is NO_ROOM:
+        if added is Added.NO_ROOM:
             # A slot that the in-flight batch reads is free in the next step.
-            self.full = None if guard.rows else schedule.version()
-        elif added is NO_MEMORY:
-            self.blocked = Blocked(
-                req.rid, plan, adder.promised, schedule.version(), self._accounts.free(())
-            )
-        elif added is HELD:
+            self.full = None if guard.rows else self._schedule.version()
+        elif added is Added.NO_MEMORY:
+            state = self._schedule.version(), self._accounts.free(())
+            self.blocked = Blocked(req.rid, plan, adder.promised, *state)
+        elif added is Added.HELD:
             self.held = Held(req.rid, adder.held_live)
 
-    def _plan(
-        self,
-        decode_req: DecodeRequest,
-        entry: QueueEntry,
-        may_match: bool,
-        live: Callable[[], LiveReqs],
-    ) -> AdmissionPlan:
+    def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool) -> AdmissionPlan:
         """What an admission takes. may_match: its prefill and the other ranks allow a prefix."""
         req = decode_req.req
         may_match = may_match and self._tree.accepts(req)
@@ -224,7 +272,9 @@ class Admission:
             self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
         )
         held = entry.stored if entry.stored.length else found
-        takes = [s for s in entry.sources if s.takes(req, held, live)] if may_match else []
+        takes = (
+            [s for s in entry.sources if s.takes(req, held, self._queue.live)] if may_match else []
+        )
         entry.source = takes[0] if takes else None
         if takes and held.length == len(req.origin_input_ids):
             # A prompt step computes at least one token, and not into a shared page.

@@ -29,11 +29,7 @@ class RequestMemory:
 
     def __init__(self, tree: DecodeRadixCache, rows: Any):
         """rows: the req_to_token pool."""
-        self._tree, self._rows = tree, rows
-
-    @property
-    def rows(self) -> Any:
-        return self._rows
+        self._tree, self.rows = tree, rows
 
     def figures(self) -> list[int]:
         """This rank's KV, pool beside it, evictable tokens, req_to_token slots, and the tier's."""
@@ -42,13 +38,13 @@ class RequestMemory:
             tree.pool.available_size(),
             tree.state.available(),
             tree.evictable_size(),
-            self._rows.available_size(),
+            self.rows.available_size(),
             *tree.tier.figures(),
         ]
 
     def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
         """Lock the prefix, evict the shortfall, allocate the delta, write the req_to_token slot."""
-        tree, rows, num_tokens = self._tree, self._rows, len(token_ids)
+        tree, rows, num_tokens = self._tree, self.rows, len(token_ids)
         parts, req.last_node = tree.lock_prefix(plan.found)
         shortfall = plan.delta - tree.pool.available_size()
         if shortfall > 0:

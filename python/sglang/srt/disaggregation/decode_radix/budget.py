@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = [
     "Accounts",
@@ -302,14 +301,6 @@ class Accounts:
             beside=self._tree.state.need(req, num_tokens, self.reserved),
         )
 
-    def kept_for(self, req: Req, held: int) -> Memory:
-        """What ``req`` needs soon if the tree holds ``held`` tokens of its prompt; see `plan`."""
-        num_tokens = len(req.origin_input_ids)
-        soon = pages(num_tokens + min(_tokens_left(req), self.reserved), self._page) * self._page
-        return Memory(
-            max(0, soon - held), self._tree.state.need(req, num_tokens, self.reserved).soon
-        )
-
     def free(self, running: Iterable[Req]) -> Memory:
         """What is free or evictable; beside KV, also what ``running`` requests can release."""
         tree = self._tree
@@ -320,14 +311,12 @@ class Accounts:
     def ahead(self, live: LiveReqs) -> int:
         return self.reserved * (len(live.running) + len(live.coming))
 
-    def budget(self, live: LiveReqs, loading: Iterable[TreeNode] = ()) -> Budget:
-        """What admission may use in this state. Cost: a few figures of each request on its way.
-
-        loading: nodes that loads and saves have locked.
-        """
+    def budget(self, live: LiveReqs) -> Budget:
+        """What admission may use in this state. Cost: a few figures of each request on its way."""
         tree, lengths, running, coming = self._tree, self.lengths, live.running, live.coming
         # Retraction does not free what these hold too.
-        holders = [*[req.last_node for req in (*coming, *live.quarantined)], *loading]
+        holders = [req.last_node for req in (*coming, *live.quarantined)]
+        holders += tree.tier.nodes_in_use()
         in_tree = tree.protected_size_ - tokens_above(holders)
         budget = Budget(
             self.free(running),

@@ -4,9 +4,10 @@ With overlapped scheduling, the result of a step is processed after the launch o
 request that ends on that result is also in the next batch. This batch writes one more KV slot of it
 (several with speculation) and reads its req_to_token slot, after both were released. The worker's
 own later uses follow in the same stream; a prefill's writes do not.
+`KeptRows` also keeps req_to_token slots through a flush.
 
 Upstream: none is known for what a prefill writes; sgl-project/sglang#26380 and #31687 (merged)
-order the scheduler's own writes.
+order the scheduler's own writes; for quarantine #35049 and #35360 (merged, off by default).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-__all__ = ["OPEN", "OverlapGuard", "InFlightBatch", "find_in_flight_batch", "make_guard"]
+__all__ = ["OPEN", "InFlightBatch", "KeptRows", "OverlapGuard", "find_in_flight_batch"]
 
 
 class InFlightBatch:
@@ -84,3 +85,33 @@ def make_guard(scheduler: Any, rows: Any, page_size: int) -> OverlapGuard:
     """The guard for an admission step. rows: the pool of req_to_token slots."""
     step = find_in_flight_batch(scheduler, page_size)
     return OPEN if step is None else OverlapGuard(step, rows.give_last(step.rows))
+
+
+# The engine's pool follows in the MRO.
+Base: Any = object
+
+
+class KeptRows(Base):
+    """req_to_token slots, of which some are withheld for a step or through a flush."""
+
+    def free(self, req: Req) -> None:
+        """Notes the freed slot on the request: an in-flight batch may still read it."""
+        req.freed_row = req.req_pool_idx
+        super().free(req)
+
+    def reserve(self, req: Req) -> None:
+        """Take the slot of ``req`` out of a cleared pool."""
+        self.free_slots.remove(req.req_pool_idx)
+
+    def give_last(self, rows: set[int]) -> int:
+        """Hand out the free slots of ``rows`` after all others; returns how many they are."""
+        # Slots are taken from the front and freed to the end: usually these are last already.
+        last = 0
+        for row in reversed(self.free_slots):
+            if row not in rows:
+                break
+            last += 1
+        if last < len(rows):
+            self.free_slots.sort(key=rows.__contains__)
+            last = len(rows.intersection(self.free_slots))
+        return last

@@ -6,7 +6,7 @@ Upstream: sgl-project/sglang#29471 (open), a resume that matches again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,14 @@ from sglang.srt.disaggregation.decode_radix.budget import (
     LiveReqs,
     Memory,
 )
+from sglang.srt.disaggregation.decode_radix.commit import report_end
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Hooks
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 __all__ = ["Resumption", "joins"]
 
@@ -60,11 +59,9 @@ class BudgetOfStep:
     Built on first use, which reads all live requests; then updated by plans.
     """
 
-    def __init__(
-        self, accounts: Accounts, live: LiveReqs, loading: Callable[[], Iterable[TreeNode]]
-    ):
-        """live: without retracted requests, as they hold no KV. loading: see `Accounts.budget`."""
-        self._accounts, self._live, self._loading = accounts, live._replace(retracted=()), loading
+    def __init__(self, accounts: Accounts, live: LiveReqs):
+        # Retracted requests hold no KV.
+        self._accounts, self._live = accounts, live._replace(retracted=())
         self._joined: list[Req] = []
         self._budget: Budget | None = None
 
@@ -72,7 +69,7 @@ class BudgetOfStep:
         """After this step's resumes."""
         if self._budget is None:
             live = self._live._replace(running=[*self._live.running, *self._joined])
-            self._budget = self._accounts.budget(live, self._loading())
+            self._budget = self._accounts.budget(live)
         return self._budget
 
     def add(self, req: Req, plan: AdmissionPlan) -> None:
@@ -89,41 +86,23 @@ class BudgetOfStep:
 class Resumption:
     """Resumes retracted requests, as all ranks do. A failed allocation ends the worker."""
 
-    def __init__(
-        self,
-        tree: DecodeRadixCache,
-        accounts: Accounts,
-        memory: RequestMemory,
-        joins: Callable[[], Callable[[Req], bool]],
-        hooks: Hooks[DecodeHooks],
-    ):
-        """joins: see `joins`."""
-        self._hooks = hooks
-        self._tree, self._accounts, self._memory = tree, accounts, memory
-        self._joins = joins
+    def __init__(self, queue: DecodePreallocQueue):
+        self._queue, self._hooks = queue, queue.transfer_queue.hooks
+        self._tree, self._accounts, self._memory = queue.radix, queue.accounts, queue.memory
         # The first request that did not fit; the first that a limit held back, and the state then.
         self._blocked: Blocked | None = None
         self._held: tuple[str, tuple[int, ...]] | None = None
         # Steps since then: one odd measurement must not hold it back until a request ends.
         self._held_for = 0
 
-    def resume(
-        self,
-        retracted: Sequence[Req],
-        live: LiveReqs,
-        version: Callable[[], tuple[int, ...]],
-        tell: Callable[[Req], None],
-    ) -> tuple[list[Req], int]:
-        """Resume the first of ``retracted`` that fit. Returns them, and how many others failed.
+    def resume(self) -> tuple[list[Req], int]:
+        """Resume the first retracted requests that fit. Returns them, and how many others failed.
 
         A request that would only wait must fit as in an admission: no retraction frees its KV.
-
-        version: see `Schedule.version`. tell: reports a request whose KV cannot be restored.
         """
+        retracted, version = self._queue.retracted_queue, self._queue.schedule.version
         resumed: list[Req] = []
         failed = 0
-        if not retracted:
-            return resumed, failed
         self._held_for += 1
         if (
             self._held is not None
@@ -132,20 +111,19 @@ class Resumption:
         ):
             return resumed, failed
         self._held, self._held_for = None, 0
+        live = self._queue.live()
         kept = self._accounts.kept_for_resume(live)
         # Reads each running request, so only once: resumes subtract what they take.
         beside = self._accounts.free(live.running).beside
         limits = [limit(live) for limit in self._hooks.limit]
-        joins, waiting = (
-            self._joins(),
-            BudgetOfStep(self._accounts, live, self._tree.tier.nodes_in_use),
-        )
+        decodes = joins(self._queue.scheduler, self._hooks)
+        waiting = BudgetOfStep(self._accounts, live)
         for req in retracted:
             if self._memory.rows.available_size() <= 0:
                 break
             free = Memory(self._accounts.free(()).kv, beside)
-            budget = None if joins(req) else waiting
-            if self._is_blocked(req, free, kept, budget, version):
+            budget = None if decodes(req) else waiting
+            if self._is_blocked(req, free, kept, budget):
                 break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
             try:
@@ -153,7 +131,7 @@ class Resumption:
             except Exception as e:
                 # On all ranks alike: their trees are the same.
                 failed += 1
-                self._fail(req, e, tell)
+                self._fail(req, e)
                 continue
             if not _fits(plan, free, kept, budget):
                 self._blocked = Blocked(req.rid, plan, Memory(0), version())
@@ -176,19 +154,15 @@ class Resumption:
         return resumed, failed
 
     def _is_blocked(
-        self,
-        req: Req,
-        free: Memory,
-        kept: Memory,
-        budget: BudgetOfStep | None,
-        version: Callable[[], tuple[int, ...]],
+        self, req: Req, free: Memory, kept: Memory, budget: BudgetOfStep | None
     ) -> bool:
         """Whether ``req`` did not fit, and neither free memory nor the tree has changed enough.
 
         The cost does not depend on the prompt.
         """
         blocked = self._blocked
-        if blocked is None or blocked.rid != req.rid or blocked.version != version():
+        version = self._queue.schedule.version()
+        if blocked is None or (blocked.rid, blocked.version) != (req.rid, version):
             return False
         return not _fits(blocked.plan, free, kept, budget)
 
@@ -198,13 +172,13 @@ class Resumption:
             found = self._tree.peek(self._tree.shareable(token_ids), req.extra_key)
         return self._accounts.plan(req, token_ids, found)
 
-    def _fail(self, req: Req, error: Exception, tell: Callable[[Req], None]) -> None:
+    def _fail(self, req: Req, error: Exception) -> None:
         """Abort a retracted request whose KV cannot be restored. On all ranks alike."""
         message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
         logger.error(message, exc_info=error)
         prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
         req.is_retracted = False
-        tell(req)
+        report_end(req, self._queue.scheduler)
         req.forget_saved_kv()
 
 

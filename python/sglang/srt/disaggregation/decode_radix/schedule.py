@@ -5,34 +5,20 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
-from sglang.srt.disaggregation.decode_radix.tp_agreement import (
-    CANDIDATES,
-    WINDOW,
-    Agreement,
-    Ranks,
-    RankState,
-)
+from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
+from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES, WINDOW, Agreement
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = [
-    "Agreed",
-    "OwnFigures",
-    "Schedule",
-    "Window",
-    "priority_sign",
-    "sources_of",
-    "takes_prefix",
-]
+__all__ = ["Agreed", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
 
 READY = Phase.READY
 # Window places that rotate in a longer queue: for handshakes, and for ready requests behind the
@@ -56,15 +42,6 @@ class Agreed(NamedTuple):
 
     candidates: Iterable[tuple[DecodeRequest, bool]]
     window: Sequence[DecodeRequest]
-
-
-class OwnFigures(NamedTuple):
-    """State of this rank that must be equal on all: queue lengths, memory figures, buffers."""
-
-    queued: int
-    retracted: int
-    memory: Sequence[int]
-    buffers: int
 
 
 def takes_prefix(decode_req: DecodeRequest) -> bool:
@@ -97,17 +74,14 @@ class Schedule:
 
     def __init__(
         self,
-        policy: AdmissionPolicy,
-        tree: DecodeRadixCache,
-        priority_sign: Callable[[], int],
+        queue: DecodePreallocQueue,
         sources: Sequence[DeltaSource] = (),
         measured: Sequence[Measured] = (),
     ):
         """sources: of deltas, besides prefill. measured: further figures that ranks agree on."""
-        self._measured = tuple(measured)
+        self._queue, self._sources, self._measured = queue, sources, tuple(measured)
         self._width = sum(one.width for one in self._measured)
-        self._policy, self._tree, self._priority_sign = policy, tree, priority_sign
-        self._sources = sources
+        self._policy, self._tree = queue.policy, queue.radix
         # Windows made so far.
         self._windows_made = 0
 
@@ -120,7 +94,7 @@ class Schedule:
         """The request's entry; the first call adds the request to the policy's queue."""
         if decode_req.entry is not None:
             return decode_req.entry
-        req, sign = decode_req.req, self._priority_sign()
+        req, sign = decode_req.req, priority_sign(self._queue.scheduler)
         priority = sign * req.priority if sign else 0
         prompt = None if is_warmup(req) else req.origin_input_ids
         prefill = getattr(decode_req.kv_receiver, "bootstrap_addr", None)
@@ -147,7 +121,7 @@ class Schedule:
         ready = self._policy.lines.looked_at(
             [dr for dr in queue if dr.phase is READY], self.entry_of
         )
-        if self._priority_sign():
+        if priority_sign(self._queue.scheduler):
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
         first = ready if len(ready) <= most else ready[: most - BEHIND]
@@ -168,20 +142,13 @@ class Schedule:
         # Lazy: most of a long queue is behind the first request that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
 
-    def agree(
-        self,
-        window: Window,
-        polls: Sequence[int],
-        ranks: Ranks,
-        own: OwnFigures,
-        take_polls: Callable[[Sequence[int]], None],
-    ) -> Agreed | None:
+    def agree(self, window: Window, polls: Sequence[int]) -> Agreed | None:
         """What several ranks do in this step, agreed on in one collective; None to skip the step.
 
         Equal figures lead to equal decisions. If queue, pool or order differ, all ranks skip the
         step. A request whose prefix differs between the trees is admitted without one.
-        take_polls: gets the reduced polls.
         """
+        queue, ranks = self._queue, self._queue.ranks
         requests, entries = window
         # Ready requests, then up to `CANDIDATES` those whose handshake may complete in this step.
         order = self._order(window)
@@ -189,11 +156,19 @@ class Schedule:
         late = [i for i, dr in enumerate(requests) if dr.phase is not READY][
             : CANDIDATES - len(picked)
         ]
-        state = RankState(own.queued, own.retracted, own.memory, own.buffers, line)
+        available, beside, evictable, rows, *host = queue.memory.figures()
+        buffers = queue.req_to_metadata_buffer_idx_allocator.available_size()
         agreement = ranks.agree(
-            state.figures(
-                ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests])
-            ),
+            # What must be equal for equal decisions: `SHARED_FIGURES` figures.
+            [
+                len(queue.queue),
+                ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests]),
+                available,
+                beside,
+                evictable,
+                len(queue.retracted_queue),
+                zlib.crc32(f"{line};{rows};{buffers};{host}".encode()),
+            ],
             [self._held(requests[i]) for i in (*picked, *late)],
             polls,
             # The minimum counts for all ranks.
@@ -207,7 +182,7 @@ class Schedule:
         for measured in self._measured:
             measured.take(agreement.measured[first : first + measured.width])
             first += measured.width
-        take_polls(agreement.polls)
+        queue.take_polls(requests, agreement.polls)
         self._learn(entries, agreement)
         same = dict(zip((*picked, *late), agreement.same, strict=True))
         return Agreed(self._candidates(window, agreement, same), requests)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import utils as engine
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "RankState", "Ranks", "agree", "are_alike"]
+__all__ = ["CANDIDATES", "WINDOW", "Agreement", "Ranks", "agree", "are_alike"]
 
 # Requests that one step looks at; fixed, so that tensors have one size even if queues differ.
 WINDOW = 256
@@ -132,26 +132,6 @@ def agreed_polls(pollers: Sequence[Any], group: dist.ProcessGroup) -> list[int]:
     return [int(poller.poll()) for poller in pollers]
 
 
-class RankState(NamedTuple):
-    """What must be equal on all ranks for equal decisions.
-
-    queued, retracted: lengths of the queues. memory: KV, second pool, evictable, req_to_token
-    slots, host memory if any. buffers: for metadata. order: of candidates, and what it depends on.
-    """
-
-    queued: int
-    retracted: int
-    memory: Sequence[int]
-    buffers: int
-    order: str
-
-    def figures(self, rooms: int) -> list[int]:
-        """Packed into `SHARED_FIGURES` figures. rooms: digest of the window's bootstrap_rooms."""
-        available, beside, evictable, rows, *host = self.memory
-        order = zlib.crc32(f"{self.order};{rows};{self.buffers};{host}".encode())
-        return [self.queued, rooms, available, beside, evictable, self.retracted, order]
-
-
 class Ranks:
     """The TP ranks of a decode worker, which take the same decisions in the same steps."""
 
@@ -172,17 +152,9 @@ class Ranks:
             self._rooms = window, zlib.crc32(",".join(map(str, rooms())).encode())
         return self._rooms[1]
 
-    def agree(
-        self,
-        shared: Sequence[int],
-        held: Sequence[tuple[int, int]],
-        polls: Sequence[int],
-        capable: Sequence[int],
-        measured: Sequence[int] = (),
-        digest: int = 0,
-    ) -> Agreement | None:
+    def agree(self, *figures: Any) -> Agreement | None:
         """As `agree`; None to skip the step, on all ranks alike."""
-        agreement = agree(self.group, shared, held, polls, capable, measured, digest)
+        agreement = agree(self.group, *figures)
         if agreement.in_step:
             self.disagreements = 0
             return agreement

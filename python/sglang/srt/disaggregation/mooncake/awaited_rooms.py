@@ -1,13 +1,18 @@
-"""Rooms that a decode rank over Mooncake waits for, and prefill ranks' messages about them.
+"""Rooms that a decode rank over Mooncake waits for, and what it does with prefill's messages.
 
 Upstream: sgl-project/sglang#36612 (merged).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Set
+from typing import Any
 
-from sglang.srt.disaggregation.mooncake.wire import End
+from sglang.srt.disaggregation.common.wire import wire_int
+from sglang.srt.disaggregation.mooncake import wire
+
+logger = logging.getLogger(__name__)
 
 
 class AwaitedRooms:
@@ -36,7 +41,7 @@ class AwaitedRooms:
         """The buffers to which the room's metadata may be written."""
         return self.asked.get(room, set())
 
-    def add_end(self, room: int, end: End) -> None:
+    def add_end(self, room: int, end: wire.End) -> None:
         """Record a prefill rank's notice."""
         quiet = end.succeeded or end.said is not None
         (self.quiet if quiet else self.failed).setdefault(room, set()).add(end.rank)
@@ -57,3 +62,35 @@ class AwaitedRooms:
         self.asked.pop(room, None)
         for book in (self.quiet, self.failed, self.told):
             book.pop(room, None)
+
+
+def take(manager: Any, frames: list[bytes]) -> bool:
+    """Handle metadata or an end; returns whether the engine may handle the message too."""
+    if frames[0] in wire.STAGING_TO_DECODE:
+        return bool(manager.takes_engine_staging(frames))
+    is_aux = frames[0] == manager.AUX_DATA_HEADER
+    room = wire_int(frames[1] if is_aux else frames[0], "room")
+    if room not in manager.awaited_rooms:
+        logger.debug("Message for room %s, which nobody waits for", room)
+        return False
+    end = None if is_aux else wire.End.read(room, frames)
+    if end is not None and manager.leaves_ends_to_the_engine:
+        return end.said is None
+    with manager.rooms.lock:
+        # The scheduler may just have removed the room.
+        if room in manager.awaited_rooms:
+            _on_metadata(manager, room, frames) if end is None else manager.on_end(room, end)
+    return False
+
+
+def _on_metadata(manager: Any, room: int, frames: list[bytes]) -> None:
+    """Have the engine write the metadata, which it does not check."""
+    if manager.has_radix:
+        try:
+            part = wire.Metadata.read(room, frames)
+            part.check(manager.kv_args.aux_item_lens, manager.awaited_rooms.metadata_buffers(room))
+        except ValueError as e:
+            logger.error("Room %s: its metadata cannot be used: %s", room, e)
+            manager.fail_room(room, f"prefill's metadata cannot be used: {e}")
+            return
+    manager._handle_aux_data(frames)

@@ -19,21 +19,22 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
+from sglang.srt.disaggregation.common.prefill_inbox import Backend, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
     Reader,
     Registration,
+    check_prefix_frames,
     delta_frames,
     room_header,
+    split_parts,
+    wire_int,
 )
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
+from sglang.srt.disaggregation.mooncake import awaited_rooms, wire
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake import decode_inbox, wire
 from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
-from sglang.srt.disaggregation.mooncake.queued_chunks import QueuedChunks
-from sglang.srt.disaggregation.mooncake.transfer_info import PrefixedInfo
-from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
+from sglang.srt.disaggregation.mooncake.watched_queue import QueuedChunks, WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import Peer
 from sglang.srt.utils.network import NetworkAddress
 
@@ -49,8 +50,33 @@ __all__ = [
 
 
 @dataclasses.dataclass
-class TransferInfo(PrefixedInfo, engine.TransferInfo):
-    """Decode's request for KV, with the prefix it holds."""
+class TransferInfo(engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds.
+
+    decode_prefix_len: tokens, None without the flag. parts, heard_until: `MessagePart`, `Pulse`.
+    """
+
+    decode_prefix_len: int | None = None
+    parts: dict[bytes, Any] = dataclasses.field(default_factory=dict)
+    heard_until: float = float("inf")
+
+    @property
+    def names_prefix(self) -> bool:
+        """Whether decode runs with the flag, so that this message names its prefix."""
+        return self.decode_prefix_len is not None
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
+        """Wraps the engine's parser: reads the frames after its own. Raises ValueError."""
+        info = super().from_zmq(msg)
+        if len(msg) > 8:
+            msg, info.parts = split_parts(msg)
+            check_prefix_frames(msg)
+            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
+            # In the engine missing frames mean a dummy, but a full hit has no pages either.
+            if info.is_dummy != (msg[9] == b"1"):
+                raise ValueError("its dummy mark and its metadata index contradict each other")
+        return info
 
 
 # For a failure without a reason on this decode rank.
@@ -87,7 +113,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def __init__(self, *args, **kwargs):
         """Adds the queues that know which room is being written."""
         # Before the engine's `__init__`: it starts threads, and makes the session tables later.
-        self.watched_queues = WatchedQueues()
+        self.watched_queues: list[WatchedQueue] = []
         self.session_lock = threading.Lock()
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
@@ -97,17 +123,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only readable messages."""
-        self.inbox: PrefillInbox[Peer] = PrefillInbox(
-            Books(
-                self.rooms,
-                self.transfer_infos,
-                self.decode_kv_args_table,
-                self.cancels,
-                self.end_notices,
-            ),
-            _backend(self.queued),
-            self,
-        )
+        self.inbox: PrefillInbox[Peer] = PrefillInbox(_backend(self.queued), self)
         self.server_socket = wire.CheckedSocket(self.server_socket, self._check_on_prefill)
         super().start_prefill_thread()
 
@@ -146,8 +162,9 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         ) * self.attn_cp_size + self.attn_cp_rank
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
-        """The decode ranks to notify of a failure."""
-        return wire.listeners(infos.values())
+        """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
+        heard = (info for info in infos.values() if info.names_prefix and not info.is_dummy)
+        return {Peer(info.endpoint, info.dst_port) for info in heard}
 
     def add_transfer_request(
         self,
@@ -191,12 +208,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             else:
-                reply = [
-                    b"%d" % room,
-                    b"%d" % status,
-                    b"%d" % prefill_rank,
-                    answer.encode("ascii"),
-                ]
+                reply = [b"%d" % number for number in (room, status, prefill_rank)]
+                reply.append(answer.encode("ascii"))
                 # The engine's socket, which keeps the order of messages.
                 address = NetworkAddress(remote, dst_port)
                 self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(reply)
@@ -227,7 +240,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def transfer_worker(self, queue, executor, staging_buffer=None) -> None:
         """Wraps the engine's thread, which ends at an error of one chunk."""
         watched = self.watch(queue, executor, staging_buffer)
-        self.watched_queues.join(watched)
+        self.watched_queues.append(watched)
         self.queued.writers.add(threading.get_ident())
         while True:
             try:
@@ -262,7 +275,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def is_writing(self, room: int) -> bool:
         """Whether a chunk of ``room`` is being written."""
-        return self.watched_queues.are_writing(room)
+        return any(watched.room == room for watched in self.watched_queues)
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Adds, on prefill, that a late write changes no status of the room's next request."""
@@ -285,29 +298,36 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def tell_failure(self, room: int, peers: Iterable[Peer], reason: str) -> None:
         """Notify decode, once, that ``room`` failed, when no write is in flight."""
         due = self.end_notices.take(room, peers)
+        # The engine's failure message and, as a fourth frame, the reason.
+        frames = [b"%d" % number for number in (room, KVPoll.Failed, self._rank)]
+        frames.append(reason.encode("ascii", "replace"))
 
         def tell() -> None:
-            wire.say_failed(self.end_notices, self.connect_unwaiting, room, self._rank, due, reason)
+            for peer in due:
+                try:
+                    self.connect_unwaiting(peer.endpoint, peer.port).send_multipart(frames)
+                except Exception as e:
+                    self.end_notices.undelivered(room, peer)
+                    where = f"{peer.endpoint}:{peer.port}"
+                    logger.warning(
+                        "Could not tell decode at %s that room %s failed: %s", where, room, e
+                    )
 
-        self.watched_queues.when_quiet(room, tell)
+        # In the writing thread, or here at once.
+        if not any(watched.defer(room, tell) for watched in self.watched_queues):
+            tell()
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             super()._handle_node_failure(failed_bootstrap_addr)
-            return
-        for room in self.lose_prefill(failed_bootstrap_addr):
-            if self.request_status.get(room, KVPoll.Success) != KVPoll.Success:
-                reason = (
-                    "Losing connection with prefill instance "
-                    f"(bootstrap_addr: {failed_bootstrap_addr})"
-                )
-                self.fail_room(room, reason)
+        else:
+            self.lose_prefill(failed_bootstrap_addr)
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only readable messages."""
         self.server_socket = wire.CheckedSocket(
-            self.server_socket, partial(decode_inbox.take, self)
+            self.server_socket, partial(awaited_rooms.take, self)
         )
         super().start_decode_thread()
 
@@ -400,11 +420,6 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         raise engine.KVTransferError(self.bootstrap_room, reason)
 
 
-def _header(receiver: Any) -> list[bytes]:
-    mgr = receiver.kv_mgr
-    return room_header(receiver.bootstrap_room, mgr.local_ip, mgr.rank_port, receiver.session_id)
-
-
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
     """Mooncake receiver that asks for the delta."""
 
@@ -428,7 +443,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             aux = b"" if is_dummy else str(aux_index).encode("ascii")
             return [pages, aux, states, b"%d" % self.required_dst_info_num]
 
-        frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
+        frames = delta_frames(self.header, kv_indices, state_indices, decode_prefix_len, body)
         self.send_requests(kv_indices, frames)
         self.init_time = time.time()
 
@@ -467,8 +482,10 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
         manager.awaited_rooms.forget(room)
 
-    def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_header(self), kind]
+    @property
+    def header(self) -> list[bytes]:
+        room, mgr = self.bootstrap_room, self.kv_mgr
+        return room_header(room, mgr.local_ip, mgr.rank_port, self.session_id)
 
     def _is_quiet(self) -> bool:
         # Without a prefix prefill is the engine, which reports nothing after a failure.

@@ -1,12 +1,13 @@
-"""The transfer queue of a prefill worker over Mooncake, as its one thread uses it.
+"""The transfer queues of a prefill worker over Mooncake, and the chunks in them.
 
-Upstream: none is known.
+Upstream: sgl-project/sglang#35049 (merged), which waits for chunks that are outstanding.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -83,21 +84,47 @@ class WatchedQueue:
             return True
 
 
-class WatchedQueues:
-    """The queues of a worker's transfer threads. Each joins when its thread begins."""
+class QueuedChunks:
+    """Number and sender of each room's queued chunks. Changed under the lock of `Rooms`.
+
+    answers: to a part of decode's request, see `MessagePart`, by room. writers: transfer threads.
+    """
 
     def __init__(self) -> None:
-        self.all: list[WatchedQueue] = []
+        self.answers: dict[int, str] = {}
+        self.writers: set[int] = set()
+        self._number: Counter[int] = Counter()
+        self._senders: dict[int, Any] = {}
 
-    def join(self, watched: WatchedQueue) -> None:
-        """Add a queue."""
-        self.all.append(watched)
+    def __contains__(self, room: object) -> bool:
+        return room in self._number
 
-    def are_writing(self, room: int) -> bool:
-        """Whether a thread is writing a chunk of ``room``."""
-        return any(watched.room == room for watched in self.all)
+    def __len__(self) -> int:
+        """The number of rooms with queued chunks."""
+        return len(self._number.keys() | self._senders.keys() | self.answers.keys())
 
-    def when_quiet(self, room: int, job: Callable[[], None]) -> None:
-        """Run ``job`` when no thread writes ``room``: in the writing thread, or here at once."""
-        if not any(watched.defer(room, job) for watched in self.all):
-            job()
+    def add(self, room: int, sender: Any, answer: str | None) -> None:
+        """Add a chunk of ``sender``'s request. answer: sent to decode when all is written."""
+        self._number[room] += 1
+        self._senders[room] = sender
+        if answer is not None:
+            self.answers[room] = answer
+
+    def done(self, room: int) -> None:
+        """A chunk has been written or discarded."""
+        self._number[room] -= 1
+        if self._number[room] <= 0:
+            del self._number[room]
+            self._senders.pop(room, None)
+            self.answers.pop(room, None)
+
+    def sender(self, room: int) -> Any:
+        """The sender of the room's chunks; None if none is queued."""
+        return self._senders.get(room)
+
+    def is_late(self, room: int, live: Any) -> bool:
+        """Whether this thread writes for an ended request. live: the room's sender now."""
+        if threading.get_ident() not in self.writers:
+            return False
+        sender = self._senders.get(room)
+        return sender is None or live is not sender

@@ -10,15 +10,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.wire import wire_int
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.end_notices import EndNotices
-    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
 logger = logging.getLogger(__name__)
 
@@ -131,32 +127,3 @@ class CheckedSocket:
                     return frames
             except Exception as e:
                 logger.error("Ignored a message: %s", e)
-
-
-def listeners(infos: Iterable[TransferInfo]) -> set[Peer]:
-    """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
-    return {Peer(i.endpoint, i.dst_port) for i in infos if i.names_prefix and not i.is_dummy}
-
-
-def say_failed(
-    notices: EndNotices[Peer],
-    connect: Callable[[str, int], Any],
-    room: int,
-    rank: int,
-    peers: Iterable[Peer],
-    reason: str,
-) -> None:
-    """Send decode ranks the engine's failure message and, as a fourth frame, the reason."""
-    frames = [b"%d" % room, b"%d" % KVPoll.Failed, b"%d" % rank, reason.encode("ascii", "replace")]
-    for peer in peers:
-        try:
-            connect(peer.endpoint, peer.port).send_multipart(frames)
-        except Exception as e:
-            notices.undelivered(room, peer)
-            logger.warning(
-                "Could not tell decode at %s:%s that room %s failed: %s",
-                peer.endpoint,
-                peer.port,
-                room,
-                e,
-            )

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.prefill_inbox import Backend, Books, PrefillInbox
+from sglang.srt.disaggregation.common.prefill_inbox import Backend, PrefillInbox
 from sglang.srt.disaggregation.common.wire import (
     GIVEN_UP,
     Reader,
@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.common.wire import (
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
-from sglang.srt.disaggregation.nixl.locked_agent import LockedAgent
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -136,6 +135,25 @@ class TransferStatus(engine.TransferStatus):
         return len(self._complete() | self.failed_from) >= self.num_expected
 
 
+class LockedAgent:
+    """Lets one thread at a time call the agent; NIXL locks only if it listens on a port."""
+
+    def __init__(self, agent):
+        self._agent, self._lock = agent, threading.Lock()
+
+    def __getattr__(self, name: str):
+        value = getattr(self._agent, name)
+        if not callable(value):
+            return value
+
+        def locked(*args, **kwargs):
+            with self._lock:
+                return value(*args, **kwargs)
+
+        setattr(self, name, locked)
+        return locked
+
+
 # For the frames after the engine's guard.
 READER: Reader[str] = Reader(
     peer=lambda frames: frames[3].decode("ascii"),
@@ -177,13 +195,6 @@ class NixlKVManager(engine.NixlKVManager):
     def _start_bootstrap_thread(self) -> None:
         """Replaces the engine's thread, which ends at the first unreadable message."""
         self.inbox: PrefillInbox[str] = PrefillInbox(
-            Books(
-                self.rooms,
-                self.transfer_infos,
-                self.decode_kv_args_table,
-                self.cancels,
-                self.end_notices,
-            ),
             Backend(
                 rank_word="agent",
                 can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
@@ -237,20 +248,21 @@ class NixlKVManager(engine.NixlKVManager):
         aux_index: int | None = None,
         state_indices: list[int] | None = None,
     ):
-        """Wraps the engine's: counts bytes, and sends a last chunk without KV itself."""
+        """Wraps the engine's: counts bytes. A full hit's last chunk has metadata and no KV."""
         infos = [i for i in self.transfer_infos[bootstrap_room].values() if not i.is_dummy()]
         # Without the flag every stage writes it, as in the engine.
         self.writes_metadata = self.samples_tokens or not any(info.names_prefix for info in infos)
-        if len(kv_indices) == 0:
-            assert is_last and aux_index is not None
-            return self._send_without_kv(bootstrap_room, infos, chunk_id, aux_index, state_indices)
+        assert is_last or len(kv_indices)
         for info in infos:
             size = len(info.dst_kv_indices[index_slice])
             if size != len(kv_indices):
                 raise ValueError(f"decode allocated {size} of {len(kv_indices)} pages of a chunk")
-        for tag, answer in self.answers(
-            bootstrap_room, infos, kv_indices, index_slice.start, is_last
-        ).items():
+        answers = (
+            self.answers(bootstrap_room, infos, kv_indices, index_slice.start, is_last)
+            if len(kv_indices)
+            else {}
+        )
+        for tag, answer in answers.items():
             for info in [i for i in infos if tag in i.parts]:
                 self.agent.send_notif(
                     info.agent_name, f"{bootstrap_room}_{tag.decode()}_{answer}".encode("ascii")
@@ -268,12 +280,20 @@ class NixlKVManager(engine.NixlKVManager):
         return [handle for handle in handles if handle is not None]
 
     def send_kvcache(self, *args, **kwargs):
-        """Wraps the engine's: records the posted handle."""
-        return self._post(super().send_kvcache(*args, **kwargs))
+        """Wraps the engine's: records the posted handle; see `_send_kv`."""
+        return self._send_kv(super().send_kvcache, *args, **kwargs)
 
     def send_kvcache_slice(self, *args, **kwargs):
-        """Wraps the engine's: records the posted handle."""
-        return self._post(super().send_kvcache_slice(*args, **kwargs))
+        """Wraps the engine's: records the posted handle; see `_send_kv`."""
+        return self._send_kv(super().send_kvcache_slice, *args, **kwargs)
+
+    def _send_kv(self, send: Callable, peer_name: str, pages: npt.NDArray, *args, **kwargs):
+        """Without pages, as after a full hit, sends the notification only."""
+        if len(pages):
+            return self._post(send(peer_name, pages, *args, **kwargs))
+        *_, notif = args
+        self.agent.send_notif(peer_name, notif.encode("ascii"))
+        return None
 
     def send_aux(
         self,
@@ -309,50 +329,15 @@ class NixlKVManager(engine.NixlKVManager):
         """Wraps the engine's, which iterates over tables while the scheduler changes them."""
         if not self.has_radix:
             return super()._handle_node_failure(failed_bootstrap_addr)
-        for room in self.lose_prefill(failed_bootstrap_addr):
-            status = self.transfer_statuses.get(room)
-            reason = (
-                f"Losing connection with prefill instance (bootstrap_addr: {failed_bootstrap_addr})"
-            )
-            if status is not None:
-                # All may have arrived: its next poll reads the notifications first.
-                status.lost = reason
-            else:
-                self.fail_room(room, reason)
+        self.lose_prefill(failed_bootstrap_addr)
 
-    def _send_without_kv(
-        self, room: int, infos: list[TransferInfo], chunk: int, aux: int, states: list[int] | None
-    ) -> list:
-        """Full hit: sends the notification that ends the KV, then state and metadata."""
-        handles = []
-        for info in infos:
-            self.agent.send_notif(
-                info.agent_name, f"{room}_kv_{chunk}_1_{self.kv_args.pp_rank}".encode("ascii")
-            )
-            peer = self.decode_kv_args_table[info.agent_name]
-            if states is not None:
-                handles.append(
-                    self.maybe_send_extra(
-                        info.agent_name,
-                        states,
-                        peer.dst_state_data_ptrs,
-                        info.dst_state_indices,
-                        peer.gpu_id,
-                        f"{room}_state_{self.kv_args.pp_rank}",
-                        peer.decode_tp_size,
-                    )
-                )
-            handles.append(
-                self.send_aux(
-                    info.agent_name, aux, peer.dst_aux_ptrs, info.dst_aux_index, f"{room}_aux"
-                )
-            )
-            sent = 0 if states is None else len(info.dst_state_indices)
-            self.count_transfer(
-                info.agent_name, 0, info.decode_prefix_len // self.kv_args.page_size, states=sent
-            )
-        self.end_room(room, posted=True)
-        return [handle for handle in handles if handle is not None]
+    def lose_room(self, room: int, reason: str) -> None:
+        """All of it may have arrived: its next poll reads the notifications first."""
+        status = self.transfer_statuses.get(room)
+        if status is not None:
+            status.lost = reason
+        else:
+            super().lose_room(room, reason)
 
     def tell_failure(self, room: int, agent_names: Iterable[str], reason: str) -> None:
         """Notify decode agents, once each, that ``room`` failed."""
@@ -500,11 +485,6 @@ class NixlKVSender(engine.NixlKVSender):
         raise RuntimeError(reason)
 
 
-def _header(receiver: Any) -> list[bytes]:
-    room, mgr = receiver.bootstrap_room, receiver.kv_mgr
-    return [engine.GUARD, *room_header(room, mgr.local_ip, mgr.rank_port, mgr.agent.name)]
-
-
 class NixlKVReceiver(engine.NixlKVReceiver):
     """NIXL receiver that asks for the delta and cleans up after every outcome."""
 
@@ -533,7 +513,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         def body(is_dummy: bool, kv: bytes, state: bytes) -> list[bytes]:
             return [kv, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, state]
 
-        frames = delta_frames(_header(self), kv_indices, state_indices, decode_prefix_len, body)
+        frames = delta_frames(self.header, kv_indices, state_indices, decode_prefix_len, body)
         asked = self.send_requests(kv_indices, frames)
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.asked = asked
@@ -581,8 +561,10 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
 
-    def _notice(self, kind: bytes) -> list[bytes]:
-        return [*_header(self), kind]
+    @property
+    def header(self) -> list[bytes]:
+        room, mgr = self.bootstrap_room, self.kv_mgr
+        return [engine.GUARD, *room_header(room, mgr.local_ip, mgr.rank_port, mgr.agent.name)]
 
     def _is_quiet(self) -> bool:
         self.kv_mgr.update_transfer_status()

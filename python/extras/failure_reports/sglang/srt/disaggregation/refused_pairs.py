@@ -16,8 +16,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.bounded import remember
 from sglang.srt.disaggregation.common.delta_sender import names_prefix
+from sglang.srt.disaggregation.common.rooms import remember
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

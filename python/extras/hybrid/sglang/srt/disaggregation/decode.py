@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation import decode as engine
-from sglang.srt.disaggregation.decode_radix.req_slots import KeptRows
+from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows
 from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
-from sglang.srt.disaggregation.bounded import remember
+from sglang.srt.disaggregation.common.rooms import remember
 
 __all__ = ["RoomNotes", "is_room"]
 

@@ -11,17 +11,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_radix.adder import DecodeAdder
-from sglang.srt.disaggregation.decode_radix.admission import Admission, all_ready, waiting
+from sglang.srt.disaggregation.decode_radix.admission import Admission, DecodeAdder, all_ready, waiting
 from sglang.srt.disaggregation.decode_radix.budget import Memory
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import PrefixEntry, PrefixPolicy, Turns
+from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.prefix_watch import wanted_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.disaggregation.prefix_schedule import PrefixSchedule
+    from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["PrefixAdder", "PrefixAdmission"]
 
@@ -68,6 +69,7 @@ class PrefixAdmission(Admission):
     """Admits requests of one rank, but those that wait for the transfer of another."""
 
     _policy: PrefixPolicy
+    _schedule: PrefixSchedule
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -75,37 +77,34 @@ class PrefixAdmission(Admission):
         self.following: tuple[Hashable, float] | None = None
         self.alike = True
 
-    def has_nothing_new(self, step: int, queue: Any, retracted: Any, schedule: Any, *args: Any) -> bool:
+    def has_nothing_new(self, step: int, queue: Any, retracted: Any) -> bool:
         """Or all wait for others."""
         if not retracted and not self.alike:
             return False
         if retracted or self.following is None:
-            return super().has_nothing_new(step, queue, retracted, schedule, *args)
-        return step % self._look_every != 0 and bool(queue) and self._follows_on(schedule, queue) and all_ready(queue)
+            return super().has_nothing_new(step, queue, retracted)
+        return step % self._look_every != 0 and bool(queue) and self._follows_on(queue) and all_ready(queue)
 
-    def _follows_on(self, schedule: PrefixSchedule, queue: Sequence[DecodeRequest]) -> bool:
+    def _follows_on(self, queue: Sequence[DecodeRequest]) -> bool:
         """Whether all still wait for transfers of others. Clocks of ranks differ: several look every few steps."""
         if self.following is None or len(queue) > WINDOW:
             return False
         state, due = self.following
-        return state == self._moves(schedule) and (self._several_ranks or time.monotonic() <= due)
+        return state == self._moves() and (self._several_ranks or time.monotonic() <= due)
 
-    def _moves(self, schedule: PrefixSchedule) -> Hashable:
+    def _moves(self) -> Hashable:
         """Another where one that waits for a transfer may be admitted; on several ranks, on all of them."""
-        return schedule.version() if self._several_ranks else self._policy.watches.moves
+        return self._schedule.version() if self._several_ranks else self._policy.watches.moves
 
     def admit(self, agreed: Agreed, *args: Any) -> list[DecodeRequest]:
-        schedule = args[-1]
-        self.following, self.alike = None, schedule.alike
-        going = agreed._replace(candidates=self._others(agreed.candidates, schedule))
+        self.following, self.alike = None, self._schedule.alike
+        going = agreed._replace(candidates=self._others(agreed.candidates))
         admitted = super().admit(going, *args)
         if admitted:
             self._events.overtaken(self._adding.overtaken())
         return admitted
 
-    def _others(
-        self, candidates: Iterable[tuple[DecodeRequest, bool]], schedule: PrefixSchedule
-    ) -> Iterator[tuple[DecodeRequest, bool]]:
+    def _others(self, candidates: Iterable[tuple[DecodeRequest, bool]]) -> Iterator[tuple[DecodeRequest, bool]]:
         """Those that wait for nobody, each when it is its turn: who is admitted may become the leader of others."""
         now, due = time.monotonic(), math.inf
         for decode_req, may_match in candidates:
@@ -119,13 +118,18 @@ class PrefixAdmission(Admission):
                 decode_req.mark_failed(e)
                 continue
             if follows:
-                self._adding.wait(partial(self._accounts.kept_for, req, entry.watch.length + entry.coming))
+                self._adding.wait(partial(self._kept_for, req, entry.watch.length + entry.coming))
                 due = min(due, entry.due)
             else:
                 yield decode_req, may_match
         # Nobody was refused.
         if due < math.inf:
-            self.following = self._moves(schedule), due
+            self.following = self._moves(), due
+
+    def _kept_for(self, req: Req, held: int) -> Memory:
+        """What ``req`` needs soon if the tree holds ``held`` tokens of its prompt."""
+        plan = self._accounts.plan(req, req.origin_input_ids, PrefixPeek(held, 0, [], 0))
+        return Memory(max(0, plan.soon), plan.beside.soon)
 
     def _follows(self, decode_req: DecodeRequest, entry: PrefixEntry, may_match: bool, now: float) -> bool:
         """Whether it waits for the transfer of another, which brings ``entry.coming``."""
@@ -142,13 +146,10 @@ class PrefixAdmission(Admission):
         entry.coming = 0
         return False
 
-    def _adder(self, window: Sequence[DecodeRequest], room: int, budget: Any, live: Any) -> PrefixAdder:
+    def _adder(self, window: Sequence[DecodeRequest], room: int) -> PrefixAdder:
         entries: Any = (lambda: waiting(window)) if len(window) > 1 else None
         evictable = self._evictable(window) if self._several_ranks else None
-        limits = self._policy.hooks.limit
-        self._adding = PrefixAdder(
-            self._policy, entries, room, budget, self._accounts.reserved, evictable, limits, live
-        )
+        self._adding = PrefixAdder(self._policy, entries, room, *self._for_adder(evictable))
         return self._adding
 
     def _evictable(self, window: Sequence[DecodeRequest]) -> int:

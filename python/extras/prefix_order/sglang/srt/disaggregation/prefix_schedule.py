@@ -49,9 +49,9 @@ class PrefixSchedule(Schedule):
             self._policy.give_up(window.entries[i])
         return super().decide(window)
 
-    def agree(self, window: Window, *args: Any) -> Agreed | None:
+    def agree(self, window: Window, polls: Sequence[int]) -> Agreed | None:
         self._policy.expired.note(window.entries, self._follow(window, alone=False))
-        return super().agree(window, *args)
+        return super().agree(window, polls)
 
     def _compared(self, order: list[int], entries: Sequence[Any]) -> tuple[list[int], str]:
         """Of those that wait for nobody; of the others it must be the same for which transfer they do."""

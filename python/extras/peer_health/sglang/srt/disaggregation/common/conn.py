@@ -96,11 +96,10 @@ class CommonKVManager(engine.CommonKVManager):
         """Or that its prefill is gone."""
         return self.refusing.why_unreached(addr, since) or super().why_unreached(addr, since)
 
-    def lose_prefill(self, addr: str) -> list[int]:
+    def lose_prefill(self, addr: str) -> None:
         """The engine's heartbeat has perhaps not found out."""
-        rooms = super().lose_prefill(addr)
+        super().lose_prefill(addr)
         forget_heartbeats(self, addr)
-        return rooms
 
 
 class CommonKVSender(engine.CommonKVSender):
@@ -141,7 +140,7 @@ class CommonKVReceiver(engine.CommonKVReceiver):
         # Those that write nothing for it wait for it too.
         for peer in (self.bootstrap_infos or []) if peers is None else peers:
             try:
-                self._send_to(peer, self._notice(QUEUED))
+                self._send_to(peer, [*self.header, QUEUED])
             except NotTaken:
                 # At nobody else's expense.
                 untold.append(peer)

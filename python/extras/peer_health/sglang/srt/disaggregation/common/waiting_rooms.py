@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from sglang.srt.disaggregation.bounded import remember
-from sglang.srt.disaggregation.common.rooms import REMEMBERED_ROOMS, Rooms
+from sglang.srt.disaggregation.common.rooms import REMEMBERED_ROOMS, Rooms, remember
 from sglang.srt.disaggregation.common.wire import wire_int
 
 # Last frame of decode's message that a request waits there for memory.

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue, WatchedQueues
+from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
 
 
 class StagedQueue(WatchedQueue):
@@ -66,17 +66,17 @@ class StagedQueue(WatchedQueue):
             self.queue.put(room)
 
 
-def _staged(queues: WatchedQueues) -> Iterable[StagedQueue]:
-    return (watched for watched in queues.all if isinstance(watched, StagedQueue))
+def _staged(queues: Iterable[WatchedQueue]) -> Iterable[StagedQueue]:
+    return (watched for watched in queues if isinstance(watched, StagedQueue))
 
 
-def wake(queues: WatchedQueues, room: int) -> None:
+def wake(queues: Iterable[WatchedQueue], room: int) -> None:
     """Have the workers look again at what waits of ``room``."""
     for watched in _staged(queues):
         watched.wake(room)
 
 
-def waited_s(queues: WatchedQueues, room: int) -> float:
+def waited_s(queues: Iterable[WatchedQueue], room: int) -> float:
     """Seconds for which something of ``room`` has waited for staging memory."""
     waits = [at for watched in _staged(queues) if (at := watched.since.get(room)) is not None]
     return time.monotonic() - min(waits) if waits else 0.0
