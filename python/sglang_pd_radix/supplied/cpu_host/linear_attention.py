@@ -84,16 +84,29 @@ def _chunk(
     import torch
 
     decay = g.float().cumsum(1)
-    # From token j to token i, j <= i; what is above the diagonal is never used and must not overflow.
-    between = (decay.unsqueeze(2) - decay.unsqueeze(1)).tril().exp().tril()
-    system = (beta.unsqueeze(2) * (k @ k.transpose(1, 2)) * between).tril(-1)
+    system = (beta.unsqueeze(2) * (k @ k.transpose(1, 2)) * _between(decay)).tril(-1)
     # What each token would read of the state before the chunk, and what it writes: of both the changes that earlier
     # tokens of the chunk make are taken away.
     known = (k * decay.exp().unsqueeze(2)) @ state.transpose(1, 2)
     wanted = beta.unsqueeze(2) * (v - known)
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    return read_chunk(q, k, written, decay, state)
+
+
+def _between(decay: torch.Tensor) -> torch.Tensor:
+    """From token j to token i, j <= i. What is above the diagonal is never used and must not overflow."""
+    return (decay.unsqueeze(2) - decay.unsqueeze(1)).tril().exp().tril()
+
+
+def read_chunk(
+    q: torch.Tensor, k: torch.Tensor, written: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the queries of a chunk read, and the state behind it, where token i adds ``written[i] k[i]^T``; heads first.
+
+    decay: its logarithm, summed up to each token, (heads, tokens).
+    """
     out = (q * decay.exp().unsqueeze(2)) @ state.transpose(1, 2)
-    out = out + ((q @ k.transpose(1, 2)) * between) @ written
+    out = out + ((q @ k.transpose(1, 2)) * _between(decay)) @ written
     left = (decay[:, -1:] - decay).exp().unsqueeze(2)
     state = decay[:, -1].exp()[:, None, None] * state + written.transpose(1, 2) @ (k * left)
     return out, state

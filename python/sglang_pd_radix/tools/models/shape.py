@@ -32,7 +32,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
-        layers = self.layers // 2 if self.arch.startswith(("qwen3-next", "qwen3.5")) else self.layers
+        layers = self.layers // 2 if self.arch.startswith(("qwen3-next", "qwen3.5", "nemotron-h")) else self.layers
         return layers * per_layer * 4
 
 
