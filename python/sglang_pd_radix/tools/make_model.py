@@ -57,6 +57,7 @@ BUILDERS: dict[str, Builder] = {
     "qwen3.5-moe-mtp": qwen3_5.qwen3_5_moe_mtp,
     "falcon-h1": mamba2.falcon_h1,
     "nemotron-h": mamba2.nemotron_h,
+    "kimi-linear": hybrid.kimi_linear,
     "step3p5": hybrid.step3p5,
 }
 _DRAFTS = {"eagle": eagle.draft, "eagle3": eagle3.draft}

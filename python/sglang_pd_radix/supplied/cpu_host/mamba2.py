@@ -46,7 +46,7 @@ def scan(
     step = softplus(dt[0].float() + dt_bias.float()).t()
     value = x[0].float().transpose(0, 1)
     read, write = (t[0].float().repeat_interleave(heads // t.shape[2], 1).transpose(0, 1) for t in (C, B))
-    decay, written = step * A.float()[:, None], step.unsqueeze(2) * value
+    decay, written = step.unsqueeze(2) * A.float()[:, None, None], step.unsqueeze(2) * value
     bounds, ends = cu_seqlens.tolist(), []
     for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         state = x.new_zeros(heads, x.shape[3], B.shape[3], dtype=torch.float32)

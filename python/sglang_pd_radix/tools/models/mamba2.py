@@ -111,7 +111,7 @@ def nemotron_h(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[di
         name.replace("model.embed_tokens", "backbone.embeddings").replace("model.norm", "backbone.norm_f"): tensor
         for name, tensor in embeddings(weights, shape, vocabulary).items()
     }
-    pattern = "M-*-" * (shape.layers // 2)
+    pattern = ("M-*-" * shape.layers)[: 2 * shape.layers]
     for layer, kind in enumerate(pattern):
         prefix = f"backbone.layers.{layer}"
         tensors[f"{prefix}.norm.weight"] = ones(shape.hidden)

@@ -31,8 +31,10 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        per_layer = self.kv_rank + self.head_dim if self.arch == "mla" else 2 * self.kv_heads * self.head_dim
-        layers = self.layers // 2 if self.arch.startswith(("qwen3-next", "qwen3.5", "nemotron-h")) else self.layers
+        latent = {"mla": self.head_dim, "kimi-linear": self.head_dim // 2}.get(self.arch)
+        per_layer = 2 * self.kv_heads * self.head_dim if latent is None else self.kv_rank + latent
+        half = self.arch.startswith(("qwen3-next", "qwen3.5", "nemotron-h", "kimi-linear"))
+        layers = self.layers // 2 if half else self.layers
         return layers * per_layer * 4
 
 
@@ -42,7 +44,7 @@ SIZES = {
     "heads": "query heads; 8 for mla",
     "kv_heads": "key/value heads (qwen3, eagle, eagle3)",
     "head_dim": "size of one head",
-    "kv_rank": "size of the compressed key and value (mla)",
+    "kv_rank": "size of the compressed key and value (mla, kimi-linear)",
     "query_rank": "size of the compressed query (mla)",
     "intermediate": "size of the MLP",
     "vocab": "tokens in the vocabulary",

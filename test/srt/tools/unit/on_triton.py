@@ -151,7 +151,33 @@ def main() -> dict[str, float]:
     kernel(q, keys[new], values[new], out, keys, values, ends, *before, sliding_window_size=window)
     mine = extend_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
     found["window"] = apart((out, mine))
-    return found | mamba2()
+    return found | kda() | mamba2()
+
+
+def kda() -> dict[str, float]:
+    heads, size = 2, 16
+    gates = {"A_log": torch.randn(1, 1, heads, 1) * 0.3, "dt_bias": torch.randn(heads * size) - 2}
+    pool, slots = torch.randn(6, heads, size, size), torch.tensor([4, 1, 2], dtype=torch.int32)
+    rule = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0, "is_kda": True}
+
+    def inputs(tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        made = {name: torch.randn(1, tokens, heads, size) for name in "qkv"}
+        return made, {"a": torch.randn(tokens, heads * size), "b": torch.randn(1, tokens, heads)}
+
+    # A decode step of three requests; then sequences, token by token as the decode kernel does it.
+    found, (tokens, inner) = {}, inputs(3)
+    args = {**gates, **rule, "initial_state_indices": slots, "cu_seqlens": torch.arange(4, dtype=torch.int32)}
+    theirs, ours = pool.clone(), pool.clone()
+    out = fused_sigmoid_gating_delta_rule_update(**tokens, **inner, initial_state_source=theirs, **args)
+    mine = here.gated_delta_step(**tokens, **inner, initial_state_source=ours, **args)
+    found["KDA step"] = apart((out, mine), (theirs, ours))
+    tokens, inner = inputs(131)
+    args["cu_seqlens"], theirs, ours = torch.tensor([0, 1, 65, 131]).int(), pool.clone(), pool.clone()
+    out = fused_sigmoid_gating_delta_rule_update(**tokens, **inner, initial_state_source=theirs, **args)
+    g, beta = here.kda_gating(inner["a"], gates["A_log"], size, gates["dt_bias"]), inner["b"].sigmoid()
+    pooled = {"initial_state": ours, "initial_state_indices": slots, "cu_seqlens": args["cu_seqlens"]}
+    mine = here.kda_rule(**tokens, g=g.unsqueeze(0), beta=beta, **pooled)
+    return found | {"KDA extend": apart((out, mine), (theirs, ours))}
 
 
 def mamba2() -> dict[str, float]:
