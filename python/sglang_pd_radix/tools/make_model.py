@@ -27,7 +27,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .models import dense, dsa, eagle, eagle3, hybrid, qwen3_5
+from .models import dense, dsa, eagle, eagle3, hybrid, mamba2, qwen3_5
 from .models.shape import SIZES, ModelShape, option_of
 from .models.tokenizer import (
     END_OF_TEXT,
@@ -56,6 +56,9 @@ BUILDERS: dict[str, Builder] = {
     "qwen3.5-mtp": qwen3_5.qwen3_5_mtp,
     "qwen3.5-moe": qwen3_5.qwen3_5_moe,
     "qwen3.5-moe-mtp": qwen3_5.qwen3_5_moe_mtp,
+    "falcon-h1": mamba2.falcon_h1,
+    "nemotron-h": mamba2.nemotron_h,
+    "kimi-linear": hybrid.kimi_linear,
     "step3p5": hybrid.step3p5,
 }
 _DRAFTS = {"eagle": eagle.draft, "eagle3": eagle3.draft}

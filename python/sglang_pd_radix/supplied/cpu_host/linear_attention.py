@@ -1,11 +1,12 @@
-"""Linear attention (gated delta networks, GDN) in torch.
+"""Linear attention (gated delta networks, GDN, and Kimi's, KDA) in torch.
 
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024): a head keeps a matrix S of V x K numbers, and a token with the
 query q, key k, value v, decay g <= 0 (its logarithm) and strength beta changes and reads it by
 
     S = exp(g) S;  S = S + beta (v - S k) k^T;  o = S q
 
-Queries and keys are scaled to length 1, queries by K^-1/2 besides. A request's state is one slot of the engine's pool:
+Queries and keys are scaled to length 1, queries by K^-1/2 besides. In KDA (Kimi team, "Kimi Linear", 2025) g has K
+numbers, one for each column of S. A request's state is one slot of the engine's pool:
 S of each head, float32 (heads, V, K), and the last inputs of the convolution before it (channels, width - 1).
 """
 
@@ -35,6 +36,14 @@ def gating(
     return g.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
 
 
+def kda_gating(g: torch.Tensor, A: torch.Tensor, head_k_dim: int, g_bias: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Decay, float32 (.., heads, K), of tokens with the inputs ``g``, (.., heads x K)."""
+    from torch.nn.functional import softplus
+
+    g = g.float() + g_bias.float()
+    return -A.float().exp().view(-1, 1) * softplus(g.view(*g.shape[:-1], -1, head_k_dim))
+
+
 def _unit(x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
@@ -57,21 +66,23 @@ def gated_delta_rule(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Extend sequences. q, k, v: (1, tokens, heads, size), one sequence after the other; g, beta: (1, tokens, heads).
+    """Extend sequences. q, k, v: (1, tokens, heads, size), one sequence after the other; beta: (1, tokens, heads).
 
-    initial_state: (sequences, heads, V, K). cu_seqlens: where each begins, and the end. Returns the outputs, like
-    ``v``; the states at the ends; and those at the beginning of each chunk of each sequence, (1, chunks, heads, V, K).
+    g: like beta, or for KDA (1, tokens, heads, K). initial_state: (sequences, heads, V, K). cu_seqlens: where each
+    begins, and the end. Returns the outputs, like ``v``; the states at the ends; and those at the beginning of each
+    chunk of each sequence, (1, chunks, heads, V, K).
     """
     import torch
 
     out, ends, begins = torch.empty_like(v), [], []
+    decay = g if g.dim() == 4 else g.unsqueeze(3)
     bounds = cu_seqlens.tolist()
     for state, start, end in zip(initial_state.float(), bounds, bounds[1:], strict=False):
         for at in range(start, end, CHUNK):
             part = slice(at, min(at + CHUNK, end))
             begins.append(state)
             query, key, value = _heads_first(q[0, part], k[0, part], v[0, part])
-            read, state = _chunk(query, key, value, g[0, part].t(), beta[0, part].t(), state)
+            read, state = _chunk(query, key, value, decay[0, part].transpose(0, 1), beta[0, part].t(), state)
             out[0, part] = read.transpose(0, 1).to(out.dtype)
         ends.append(state)
     return out, torch.stack(ends), torch.stack(begins).unsqueeze(0)
@@ -84,19 +95,37 @@ def _chunk(
     import torch
 
     decay = g.float().cumsum(1)
-    # From token j to token i, j <= i; what is above the diagonal is never used and must not overflow.
-    between = (decay.unsqueeze(2) - decay.unsqueeze(1)).tril().exp().tril()
-    system = (beta.unsqueeze(2) * (k @ k.transpose(1, 2)) * between).tril(-1)
+    system = (beta.unsqueeze(2) * _pairs(k, k, decay)).tril(-1)
     # What each token would read of the state before the chunk, and what it writes: of both the changes that earlier
     # tokens of the chunk make are taken away.
-    known = (k * decay.exp().unsqueeze(2)) @ state.transpose(1, 2)
+    known = (k * decay.exp()) @ state.transpose(1, 2)
     wanted = beta.unsqueeze(2) * (v - known)
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (q * decay.exp().unsqueeze(2)) @ state.transpose(1, 2)
-    out = out + ((q @ k.transpose(1, 2)) * between) @ written
-    left = (decay[:, -1:] - decay).exp().unsqueeze(2)
-    state = decay[:, -1].exp()[:, None, None] * state + written.transpose(1, 2) @ (k * left)
-    return out, state
+    return read_chunk(q, k, written, decay, state)
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """The products of queries with what is left of the keys of tokens before them and their own, (heads, q, k)."""
+    import torch
+
+    # What is above the diagonal is never used and must not overflow.
+    seen = torch.ones(q.shape[1], q.shape[1]).tril().unsqueeze(2)
+    left = ((decay.unsqueeze(2) - decay.unsqueeze(1)) * seen).exp() * seen
+    if left.shape[3] == 1:
+        return (q @ k.transpose(1, 2)) * left[..., 0]
+    return (q.unsqueeze(2) * k.unsqueeze(1) * left).sum(3)
+
+
+def read_chunk(
+    q: torch.Tensor, k: torch.Tensor, written: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the queries of a chunk read, and the state behind it, where token i adds ``written[i] k[i]^T``; heads first.
+
+    decay: its logarithm, summed up to each token, (heads, tokens, 1 or K).
+    """
+    out = (q * decay.exp()) @ state.transpose(1, 2) + _pairs(q, k, decay) @ written
+    left = (decay[:, -1:] - decay).exp()
+    return out, decay[:, -1:].exp() * state + written.transpose(1, 2) @ (k * left)
 
 
 def gated_delta_step(
@@ -110,6 +139,7 @@ def gated_delta_step(
     initial_state_source: torch.Tensor,
     initial_state_indices: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    is_kda: bool = False,
     disable_state_update: bool = False,
     intermediate_states_buffer: torch.Tensor | None = None,
     intermediate_state_indices: torch.Tensor | None = None,
@@ -117,6 +147,8 @@ def gated_delta_step(
     **_: Any,
 ) -> torch.Tensor:
     """As many tokens of each of several requests. q, k, v: (1, tokens, heads, size); a, b: (tokens, heads).
+
+    For KDA, a: (tokens, heads x K) and b: (1, tokens, heads).
 
     The tokens are one request after the other, and each token of a request follows the one before it: a draft is a
     chain. initial_state_source: the pool's states, (slots, heads, V, K), of which those at ``initial_state_indices``
@@ -128,14 +160,17 @@ def gated_delta_step(
     _chains_only(retrieve_parent_token)
     slots = initial_state_indices.long()
     requests = len(cu_seqlens) - 1
-    g, beta = (x.view(requests, -1, x.shape[2], 1) for x in gating(A_log, a, b, dt_bias))
+    g, beta = (
+        (kda_gating(a, A_log, k.shape[3], dt_bias), b.float().sigmoid()) if is_kda else gating(A_log, a, b, dt_bias)
+    )
+    g, beta = (x.reshape(requests, -1, v.shape[2], size) for x, size in ((g, k.shape[3] if is_kda else 1), (beta, 1)))
     # Several tokens of each request, whose heads do not mix, have the shape of several tokens of one.
     query, key, value = (x.transpose(0, 1).unflatten(0, (requests, -1)) for x in _heads_first(q[0], k[0], v[0]))
     state = initial_state_source[slots].float()
     rows = None if intermediate_state_indices is None else intermediate_state_indices[:requests].long()
     read = []
     for token in range(q.shape[1] // requests):
-        state = state * g[:, token].exp().unsqueeze(3)
+        state = state * g[:, token].exp().unsqueeze(2)
         change = beta[:, token] * (value[:, token] - torch.einsum("rhvk,rhk->rhv", state, key[:, token]))
         state = state + change.unsqueeze(3) * key[:, token].unsqueeze(2)
         read.append(torch.einsum("rhvk,rhk->rhv", state, query[:, token]))
@@ -144,6 +179,14 @@ def gated_delta_step(
     if not disable_state_update:
         initial_state_source[slots] = state.to(initial_state_source.dtype)
     return torch.stack(read, 1).view(v.shape).to(v.dtype)
+
+
+def kda_rule(*, initial_state: torch.Tensor, initial_state_indices: torch.Tensor, **sequences: Any) -> torch.Tensor:
+    """`gated_delta_rule` on states of the pool, (slots, heads, V, K), which it advances. Returns the outputs."""
+    slots = initial_state_indices.long()
+    out, ends, _ = gated_delta_rule(initial_state=initial_state[slots], **sequences)
+    initial_state[slots] = ends.to(initial_state.dtype)
+    return out
 
 
 def _chains_only(table: torch.Tensor | None) -> None:
@@ -264,6 +307,33 @@ def _patch_kernels(module: Any) -> None:
     ops.fused_gdn_gating_cpu, ops.fused_sigmoid_gating_delta_rule_update_cpu = gating, gated_delta_step
 
 
+def _patch_kda(module: Any) -> None:
+    # Each of the three modules has one or two of these names.
+    supplied = {
+        "causal_conv1d_fn": causal_conv,
+        "chunk_kda": kda_rule,
+        "fused_kda_gate": kda_gating,
+        "fused_sigmoid_gating_delta_rule_update": gated_delta_step,
+    }
+    vars(module).update(supplied)
+
+
+def _patch_kimi(module: Any) -> None:
+    import wrapt
+
+    _patch_kda(module)
+
+    @wrapt.patch_function_wrapper(module, "KimiLinearModel.__init__")
+    def init(wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The other models make a stream only on CUDA.
+        cuda = module.torch.cuda
+        stream, cuda.Stream = cuda.Stream, lambda: None
+        try:
+            wrapped(*args, **kwargs)
+        finally:
+            cuda.Stream = stream
+
+
 def _patch_backend(module: Any) -> None:
     # Both are left out on a CPU, where the engine keeps no states of prefixes (`extra_buffer`).
     module.FLA_CHUNK_SIZE = CHUNK
@@ -337,6 +407,9 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.layers.attention.fla.fused_norm_gate": _patch_norm,
     "sglang.srt.layers.attention.fla.layernorm_gated": _patch_norm_apart,
     "sglang.srt.layers.attention.hybrid_linear_attn_backend": _patch_backend,
+    "sglang.srt.layers.attention.linear.kda_backend": _patch_kda,
+    "sglang.srt.layers.attention.linear.kernels.kda_triton": _patch_kda,
     "sglang.srt.mem_cache.memory_pool": _patch_pool,
+    "sglang.srt.models.kimi_linear": _patch_kimi,
     "sglang.srt.server_args": _patch_server_args,
 }

@@ -166,6 +166,77 @@ def add_mtp(shape: ModelShape, seed: int, tensors: dict[str, Tensor], model: str
     tensors["mtp.fc.weight"] = draft_input(shape, seed)
 
 
+def delta_attention(weights: Weights, shape: ModelShape, prefix: str) -> dict[str, Tensor]:
+    """Kimi's linear attention: each number of a key has a decay of its own."""
+    size, total = shape.head_dim // 2, linear_sizes(shape)[1]
+    projected = {f"{prefix}.{name}_proj.weight": weights.linear(total, shape.hidden) for name in "qkv"}
+    # Decay and output gate come through few numbers.
+    for name in "fg":
+        projected[f"{prefix}.{name}_a_proj.weight"] = weights.linear(size, shape.hidden)
+        projected[f"{prefix}.{name}_b_proj.weight"] = weights.linear(total, size)
+    convolutions = {f"{prefix}.{name}_conv1d.weight": weights.linear(total, _CONV_WIDTH)[:, None] for name in "qkv"}
+    return {
+        **projected,
+        **convolutions,
+        f"{prefix}.b_proj.weight": weights.linear(VALUE_HEADS, shape.hidden),
+        f"{prefix}.A_log": np.zeros((1, 1, VALUE_HEADS, 1), dtype=np.float32),
+        f"{prefix}.dt_bias": np.linspace(_SLOWEST, _FASTEST, total, dtype=np.float32),
+        f"{prefix}.o_norm.weight": ones(size),
+        # The sigmoid of a unit normal is 0.54 in rms.
+        f"{prefix}.o_proj.weight": weights.linear(shape.hidden, total, ATTENTION_GAIN / 0.54),
+    }
+
+
+def kimi_linear(shape: ModelShape, seed: int, vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Kimi-Linear with dense MLPs: of two layers one has linear attention (KDA), the other MLA without positions."""
+    weights = Weights(seed)
+    tensors = embeddings(weights, shape, vocabulary)
+    size = shape.head_dim // 2
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        if layer % 2:
+            tensors |= latent_attention(weights, shape, f"{prefix}.self_attn", size)
+        else:
+            tensors |= delta_attention(weights, shape, f"{prefix}.self_attn")
+        tensors |= mlp(weights, shape, prefix)
+    numbers = range(1, shape.layers + 1)
+    config = {
+        **common_config(shape),
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "head_dim": size,
+        "kv_lora_rank": shape.kv_rank,
+        "mla_use_nope": True,
+        # It has none of these; on a CPU the engine asks for their size.
+        "moe_intermediate_size": 64,
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": size,
+        "qk_rope_head_dim": size,
+        "v_head_dim": size,
+        "linear_attn_config": {
+            "kda_layers": list(numbers[::2]),
+            "full_attn_layers": list(numbers[1::2]),
+            "head_dim": size,
+            "num_heads": VALUE_HEADS,
+            "short_conv_kernel_size": _CONV_WIDTH,
+        },
+    }
+    return config, tensors
+
+
+def latent_attention(weights: Weights, shape: ModelShape, prefix: str, size: int) -> dict[str, Tensor]:
+    """MLA whose queries are not compressed. size: of a head's value, and of both parts of its key."""
+    return {
+        # The keys come out at rms 1, so the queries' gain is the deviation of the scores.
+        f"{prefix}.q_proj.weight": weights.linear(shape.heads * 2 * size, shape.hidden, SCORE_STD),
+        f"{prefix}.kv_a_proj_with_mqa.weight": weights.linear(shape.kv_rank + size, shape.hidden),
+        f"{prefix}.kv_a_layernorm.weight": ones(shape.kv_rank),
+        f"{prefix}.kv_b_proj.weight": weights.linear(shape.heads * 2 * size, shape.kv_rank),
+        f"{prefix}.o_proj.weight": weights.linear(shape.hidden, shape.heads * size, ATTENTION_GAIN),
+    }
+
+
 # Short enough that prompts of tests are several times as long.
 _WINDOW = 128
 

@@ -36,8 +36,10 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        per_layer = self.kv_rank + self.head_dim if self.latent else 2 * self.kv_heads * self.head_dim
-        layers = self.layers // 2 if self.arch.startswith(("qwen3-next", "qwen3.5")) else self.layers
+        own = self.head_dim // 2 if self.arch == "kimi-linear" else self.head_dim if self.latent else None
+        per_layer = 2 * self.kv_heads * self.head_dim if own is None else self.kv_rank + own
+        half = self.arch.startswith(("qwen3-next", "qwen3.5", "nemotron-h", "kimi-linear"))
+        layers = self.layers // 2 if half else self.layers
         return layers * per_layer * 4
 
 
@@ -47,7 +49,7 @@ SIZES = {
     "heads": "query heads; 8 for mla and dsa",
     "kv_heads": "key/value heads (qwen3, eagle, eagle3)",
     "head_dim": "size of one head",
-    "kv_rank": "size of the compressed key and value (mla, dsa)",
+    "kv_rank": "size of the compressed key and value (mla, dsa, kimi-linear)",
     "query_rank": "size of the compressed query (mla, dsa)",
     "intermediate": "size of the MLP",
     "vocab": "tokens in the vocabulary",

@@ -5,6 +5,7 @@ Prints one JSON object: the greatest difference of each result.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 
@@ -14,10 +15,13 @@ from sglang.srt.layers.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import track_mamba_state_if_needed_kernel
 from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
+from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata
 from sglang.srt.layers.attention.mamba.mamba_state_scatter_triton import _fused_mamba_state_scatter_with_mask_kernel
+from sglang.srt.layers.attention.mamba.ops import mamba_ssm, ssd_combined
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
 from sglang_pd_radix.supplied.cpu_host import linear_attention as here
+from sglang_pd_radix.supplied.cpu_host import mamba2 as here_mamba2
 from sglang_pd_radix.supplied.cpu_host.attention.extend import extend_attention
 
 KEY_HEADS, VALUE_HEADS, K, V = 1, 2, 32, 16
@@ -147,7 +151,65 @@ def main() -> dict[str, float]:
     kernel(q, keys[new], values[new], out, keys, values, ends, *before, sliding_window_size=window)
     mine = extend_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
     found["window"] = apart((out, mine))
-    return found
+    return found | kda() | mamba2()
+
+
+def kda() -> dict[str, float]:
+    heads, size = 2, 16
+    gates = {"A_log": torch.randn(1, 1, heads, 1) * 0.3, "dt_bias": torch.randn(heads * size) - 2}
+    pool, slots = torch.randn(6, heads, size, size), torch.tensor([4, 1, 2], dtype=torch.int32)
+    rule = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0, "is_kda": True}
+
+    def inputs(tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        made = {name: torch.randn(1, tokens, heads, size) for name in "qkv"}
+        return made, {"a": torch.randn(tokens, heads * size), "b": torch.randn(1, tokens, heads)}
+
+    # A decode step of three requests; then sequences, token by token as the decode kernel does it.
+    found, (tokens, inner) = {}, inputs(3)
+    args = {**gates, **rule, "initial_state_indices": slots, "cu_seqlens": torch.arange(4, dtype=torch.int32)}
+    theirs, ours = pool.clone(), pool.clone()
+    out = fused_sigmoid_gating_delta_rule_update(**tokens, **inner, initial_state_source=theirs, **args)
+    mine = here.gated_delta_step(**tokens, **inner, initial_state_source=ours, **args)
+    found["KDA step"] = apart((out, mine), (theirs, ours))
+    tokens, inner = inputs(131)
+    args["cu_seqlens"], theirs, ours = torch.tensor([0, 1, 65, 131]).int(), pool.clone(), pool.clone()
+    out = fused_sigmoid_gating_delta_rule_update(**tokens, **inner, initial_state_source=theirs, **args)
+    g, beta = here.kda_gating(inner["a"], gates["A_log"], size, gates["dt_bias"]), inner["b"].sigmoid()
+    pooled = {"initial_state": ours, "initial_state_indices": slots, "cu_seqlens": args["cu_seqlens"]}
+    mine = here.kda_rule(**tokens, g=g.unsqueeze(0), beta=beta, **pooled)
+    return found | {"KDA extend": apart((out, mine), (theirs, ours))}
+
+
+def mamba2() -> dict[str, float]:
+    # The engine's functions ask for a GPU by its number.
+    torch.cuda.device = lambda number: contextlib.nullcontext()
+    heads, size, groups, state, chunk = 4, 8, 2, 16, 32
+    ends = torch.tensor([0, 1, 34, 104]).int()
+    x, dt = 0.3 * torch.randn(1, 104, heads, size), torch.randn(1, 104, heads)
+    shared = [0.3 * torch.randn(1, 104, groups, state) for _ in "BC"]
+    rates, skips, bias = -torch.rand(heads) - 0.05, torch.randn(heads), torch.randn(heads) - 2
+    pool = 0.3 * torch.randn(6, heads, size, state)
+    scan = {"D": skips, "dt_bias": bias, "cu_seqlens": ends, "dt_softplus": True}
+    order = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), ends.diff()).unsqueeze(0)
+    cut = Mamba2Metadata._query_start_loc_to_chunk_indices_offsets(ends, chunk, 104)
+    more = {"chunk_size": chunk, "seq_idx": order, "chunk_indices": cut[0], "chunk_offsets": cut[1]}
+    more |= {"return_varlen_states": True, "state_dtype": torch.float32}
+    results = []
+    for run, own in ((ssd_combined.mamba_chunk_scan_combined, more), (here_mamba2.scan, {})):
+        out = torch.empty_like(x)
+        results.append((out, run(x, dt, rates, *shared, out=out, initial_states=pool[1:4], **scan, **own)))
+    found = {"scan": apart(*zip(*results, strict=True))}
+
+    # A decode step of three requests; numbers of a head are the same for all of it.
+    slots, each = torch.tensor([4, 1, 2], dtype=torch.int32), [t[:, None].expand(-1, size) for t in (skips, bias)]
+    step = (x[0, :3], dt[0, :3, :, None].expand(-1, -1, size), rates[:, None, None].expand(-1, size, state))
+    step += (shared[0][0, :3], shared[1][0, :3], each[0])
+    more, results = {"dt_bias": each[1], "dt_softplus": True, "state_batch_indices": slots}, []
+    for run in (mamba_ssm.selective_state_update, here_mamba2.scan_step):
+        ours, out = pool.clone(), torch.empty(3, heads, size)
+        run(ours, *step, out=out, **more)
+        results.append((out, ours))
+    return found | {"scan step": apart(*zip(*results, strict=True))}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
-from sglang_pd_radix.supplied.cpu_host import linear_attention
+from sglang_pd_radix.supplied.cpu_host import linear_attention, mamba2
 from sglang_pd_radix.supplied.cpu_host.attention import extend
 
 
@@ -24,7 +24,7 @@ def test_it_is_what_the_engines_kernels_compute():
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert max(found.values()) < 3e-6 and found["kept"] == found["taken"] == 0, found
-    assert len(found) == 13
+    assert len(found) == 17
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
@@ -42,6 +42,28 @@ def test_it_is_what_transformers_computes(tokens):
     torch.testing.assert_close(end, last.transpose(2, 3), atol=2e-6, rtol=1e-5)
     assert begins.shape == (1, -(-tokens // 64), 4, 8, 16)
     torch.testing.assert_close(begins[0, 0], state[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
+def test_mamba2_is_what_its_definition_says(tokens):
+    """Token by token, from a state and from none; groups of heads share what they read and write by."""
+    torch.manual_seed(tokens)
+    heads, size, groups, width = 4, 8, 2, 6
+    x, dt = torch.randn(1, tokens, heads, size), torch.randn(1, tokens, heads)
+    B, C = (torch.randn(1, tokens, groups, width) for _ in "BC")
+    A, D, bias = -torch.rand(heads), torch.randn(heads), torch.randn(heads) - 1
+    before, ends = torch.randn(1, heads, size, width), torch.tensor([0, tokens])
+    for start in (before, None):
+        out, state = torch.empty_like(x), torch.zeros_like(before[0]) if start is None else start[0].clone()
+        end = mamba2.scan(x, dt, A, B, C, D, bias, ends, out, start, dt_softplus=True)
+        for token in range(tokens):
+            for head in range(heads):
+                step = torch.nn.functional.softplus(dt[0, token, head] + bias[head])
+                value, group = x[0, token, head], head // 2
+                state[head] = (step * A[head]).exp() * state[head] + step * torch.outer(value, B[0, token, group])
+                read = state[head] @ C[0, token, group] + D[head] * value
+                torch.testing.assert_close(out[0, token, head], read, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(end[0], state, atol=1e-5, rtol=1e-5)
 
 
 def test_drafts_that_are_trees_are_refused():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.mooncake import conn as engine
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.transfer_info import TransferInfo
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
 __all__ = ["MooncakeKVManager"]
 
