@@ -280,8 +280,8 @@ STATUSES = (
     (
         "503",
         "worker",
-        "after SIGTERM ([upgrade](upgrade.md#sigterm)); `/health` also while starting, or if the scheduler does not "
-        "answer",
+        "after SIGTERM ([upgrade](upgrade.md#sigterm)); too many wait ([`refuse`](tuning.md#a-bound-for-ttft)); "
+        "`/health` also while starting, or if the scheduler does not answer",
     ),
     (
         "503",
@@ -313,6 +313,7 @@ POOL_FIELDS = {
     "throttled the next request, and the parts of a step",
     "ttft": "with a TTFT target: time from admission to first token, late requests that wait, and late requests that "
     "were admitted",
+    "ttft_refusal": "with a TTFT target and `refuse`: milliseconds between two first tokens, and refused requests",
     "idle": "no request and nothing in quarantine",
     "free_req_slots": "free request slots",
     "req_slots": "all of them",

@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.disaggregation.itl_gate import ItlHooks
 from sglang.srt.observability.kv_transfer_metrics import KvTransferCounters
 from sglang.srt.observability.target_metrics import TargetMetrics
+from sglang.srt.server_args import ttft_option
 from simulate import simulate
 from test_flag import DECODE, FLAG, parse  # noqa: F401
 from test_simulate import SMALL_A
@@ -21,14 +22,30 @@ TARGET = "args.disaggregation_decode_itl_target="
 def test_a_target_is_a_time_and_needs_the_flag(parse, name):  # noqa: F811
     option, field = f"--disaggregation-decode-{name}-target", f"disaggregation_decode_{name}_target"
     assert getattr(parse(*DECODE, FLAG), field) is None
-    assert getattr(parse(*DECODE, FLAG, option, "12.5"), field) == 12.5
-    for wrong in ("0", "-1", "nan", "inf", "1e+10"):
-        with pytest.raises(
-            ValueError, match=f"{option} is {re.escape(wrong)}: give milliseconds, above 0 and at most 1e.09"
-        ):
+    assert float(getattr(parse(*DECODE, FLAG, option, "12.5"), field)) == 12.5
+    for wrong in (
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "1e+10",
+        *(["x", "5,refuse,refuse", ",refuse", "5, refuse"] * (name == "ttft")),
+    ):
+        said = f"{option} is {re.escape(wrong)}: give milliseconds, above 0 and at most 1e.09"
+        with pytest.raises(ValueError, match=said):
             parse(*DECODE, FLAG, option, wrong)
     with pytest.raises(ValueError, match=f"{option} needs {FLAG}"):
         parse(*DECODE, option, "10")
+
+
+def test_the_option_says_whether_requests_are_refused(parse, monkeypatch):  # noqa: F811
+    option = "--disaggregation-decode-ttft-target"
+    given = parse(*DECODE, FLAG, option, "2000,refuse").disaggregation_decode_ttft_target
+    assert ttft_option(given) == (2000, True) and ttft_option("2000") == ttft_option(2000.0) == (2000, False)
+    monkeypatch.setenv("SGLANG_PD_RADIX_EXTRAS", "slo_targets")
+    with pytest.raises(ValueError, match=f"{option} 2000,refuse needs the extra failure_reports"):
+        parse(*DECODE, FLAG, option, "2000,refuse")
+    parse(*DECODE, FLAG, option, "2000")
 
 
 def queue_of(target_ms: float | None, enable_metrics: bool = True, **ranks: int) -> SimpleNamespace:

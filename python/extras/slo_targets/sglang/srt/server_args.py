@@ -7,14 +7,31 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import NamedTuple
 
 from sglang.srt import server_args as engine
 from sglang.srt.mem_cache.cache_support import FLAG
 
-__all__ = ["ServerArgs"]
+from sglang_pd_radix.patching import loader
+
+__all__ = ["ServerArgs", "TtftOption", "ttft_option"]
 
 # Of a target: eleven days. Steps are counted in picoseconds, of which this many fit into 64 bits.
 MOST_MS = 1e9
+REFUSE = ",refuse"
+
+
+class TtftOption(NamedTuple):
+    """A target for TTFT in milliseconds, and whether requests that cannot meet it are refused."""
+
+    target_ms: float
+    refuses: bool
+
+
+def ttft_option(given: str | float) -> TtftOption:
+    """What ``--disaggregation-decode-ttft-target`` says. Raises ValueError for what is no number."""
+    text = str(given)
+    return TtftOption(float(text.removesuffix(REFUSE)), text.endswith(REFUSE))
 
 
 @dataclasses.dataclass
@@ -22,7 +39,8 @@ class ServerArgs(engine.ServerArgs):
     """Server arguments with targets for ITL and TTFT."""
 
     disaggregation_decode_itl_target: float | None = None
-    disaggregation_decode_ttft_target: float | None = None
+    # Milliseconds, or with ",refuse" behind them.
+    disaggregation_decode_ttft_target: float | str | None = None
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +55,29 @@ class ServerArgs(engine.ServerArgs):
         )
         parser.add_argument(
             "--disaggregation-decode-ttft-target",
-            type=float,
-            metavar="MS",
+            metavar="MS[,refuse]",
             help="Have a decode worker with a radix cache put requests last whose first token cannot come within that "
             "many milliseconds any more, but for every fourth that it admits, so that a queue makes few late and not "
-            "all.",
+            "all. With ,refuse it answers 503 to a request that comes while too many wait for that.",
         )
 
     def _handle_pd_disaggregation(self) -> None:
         """Checks that a target is a time, on a worker with the flag."""
         for name in ("itl", "ttft"):
             option = f"--disaggregation-decode-{name}-target"
-            target_ms = getattr(self, f"disaggregation_decode_{name}_target")
-            if target_ms is not None and not self.disaggregation_decode_enable_radix_cache:
+            given = getattr(self, f"disaggregation_decode_{name}_target")
+            if given is None:
+                continue
+            if not self.disaggregation_decode_enable_radix_cache:
                 raise ValueError(f"{option} needs {FLAG}. Give both to the decode worker.")
-            if target_ms is not None and not 0 < target_ms <= MOST_MS:
-                raise ValueError(f"{option} is {target_ms:g}: give milliseconds, above 0 and at most {MOST_MS:g}.")
+            try:
+                target_ms, refuses = (given, False) if name == "itl" else ttft_option(given)
+            except ValueError:
+                target_ms, refuses = 0.0, False
+            if not 0 < target_ms <= MOST_MS:
+                more = ", or with ,refuse behind them" if name == "ttft" else ""
+                said = given if isinstance(given, str) else f"{given:g}"
+                raise ValueError(f"{option} is {said}: give milliseconds, above 0 and at most {MOST_MS:g}{more}.")
+            if refuses and "failure_reports" not in loader.extras():
+                raise ValueError(f"{option} {given} needs the extra failure_reports, which tells prefill.")
         super()._handle_pd_disaggregation()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Lines, Measured
 from sglang.srt.observability.target_metrics import TargetMetrics
+from sglang.srt.server_args import ttft_option
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -48,7 +49,7 @@ class TtftTarget:
     width = 1
 
     def __init__(self, target_s: float, counters: TargetMetrics | None = None):
-        self._target_s, self._counters = target_s, counters
+        self.target_s, self._counters = target_s, counters
         # Those that wait and are not late by this rank's clock: when they came, by their numbers, which rise.
         self._in_time: OrderedDict[int, float] = OrderedDict()
         self._first_in_time = 0
@@ -64,8 +65,8 @@ class TtftTarget:
     @classmethod
     def of(cls, server_args: Any) -> TtftTarget | None:
         """Of the options of a decode worker; None where they have no target."""
-        target_ms = server_args.disaggregation_decode_ttft_target
-        return None if target_ms is None else cls(target_ms / 1000, TargetMetrics.get(server_args))
+        given = server_args.disaggregation_decode_ttft_target
+        return None if given is None else cls(ttft_option(given).target_ms / 1000, TargetMetrics.get(server_args))
 
     # ---- what happens ----
 
@@ -108,7 +109,7 @@ class TtftTarget:
 
     def own(self) -> list[int]:
         """The first arrival that is not late by this rank's clock."""
-        since = time.monotonic() - max(0.0, self._target_s - self._takes_s)
+        since = time.monotonic() - max(0.0, self.target_s - self._takes_s)
         while self._in_time and (first := next(iter(self._in_time.items())))[1] < since:
             self._in_time.popitem(last=False)
             self._first_in_time = first[0] + 1
@@ -131,7 +132,7 @@ class TtftTarget:
     def state(self, late: int) -> dict[str, Any]:
         """What ``kv_pool`` says, milliseconds. late: how many wait that are."""
         return {
-            "target_ms": 1000 * self._target_s,
+            "target_ms": 1000 * self.target_s,
             "takes_ms": round(1000 * self._takes_s, 1),
             "late": late,
             "late_requests": self.late_requests,
@@ -222,7 +223,7 @@ class TtftHooks(DecodeHooks):
     @classmethod
     def of(cls, queue: Any) -> TtftHooks | None:
         """Of a worker with a target."""
-        target = TtftTarget.of(queue.scheduler.server_args)
+        queue.ttft_target = target = TtftTarget.of(queue.scheduler.server_args)
         return None if target is None else cls(target, queue)
 
     def measured(self) -> Measured:

@@ -49,6 +49,7 @@ class TargetMetrics:
             self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
             self._held = counter("decode_itl_held_requests", "Times that the target held back whose turn it was.")
             self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
+            self._refused = counter("decode_ttft_refused_requests", "Requests refused for the TTFT target.")
 
     def itl_target(self, seconds: float) -> None:
         if self.enabled:
@@ -70,3 +71,7 @@ class TargetMetrics:
     def ttft_late(self) -> None:
         if self._counts_requests:
             self._late.inc()
+
+    def ttft_refused(self) -> None:
+        if self._counts_requests:
+            self._refused.inc()
