@@ -82,14 +82,17 @@ class Gauges:
     _last: tuple[int, int, int] = (0, 0, 0)
 
     def take(self, worker: SimulatedDecode) -> None:
-        now = worker.clock.now
-        running, held, moving = self._last
-        passed = now - self._at
-        self.running_time += running * passed
-        self.held_time += held * passed
-        self.moving_time += moving * passed
         running, moving, queued = len(worker.running), len(worker.transfer.queue), len(worker.queue.queue)
         held = (worker.size - worker.allocator.available_size() - worker.tree.evictable_size()) * worker.scale
+        self.note(worker.clock.now, running, moving, queued, held)
+
+    def note(self, now: float, running: int, moving: int, queued: int, held: int) -> None:
+        """What is so from now on."""
+        before, held_before, moving_before = self._last
+        passed = now - self._at
+        self.running_time += before * passed
+        self.held_time += held_before * passed
+        self.moving_time += moving_before * passed
         self._at, self._last = now, (running, held, moving)
         self.peak_running = max(self.peak_running, running)
         self.peak_held = max(self.peak_held, held)
@@ -171,7 +174,9 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "ttft_max": max(ttfts),
         "latency_p50": percentile([r.latency for r in done], 50),
         "itl_mean": sum(itls) / len(itls) if itls else 0.0,
+        "itl_p50": percentile(itls, 50) if itls else 0.0,
         "itl_p90": percentile(itls, 90) if itls else 0.0,
+        "itl_p99": percentile(itls, 99) if itls else 0.0,
         "ttft_p90": percentile(ttfts, 90),
         "pages_sent": sent,
         "pages_least": least_pages,
