@@ -71,7 +71,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None 
         name, _, value = setting.partition("=")
         group, _, field = name.partition(".")
         if group == "args":
-            options[field] = _parsed(value)
+            options[field] = value if isinstance(options.get(field), str) else _parsed(value)
         elif group == "times":
             constants[field] = value
         elif group not in KINDS or field not in fields_of(KINDS[group]()):
@@ -142,6 +142,23 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def turns_table(results: Sequence[dict[str, Any]]) -> str:
+    """Of runs of conversations whose turns are told apart, as Markdown; "" of others."""
+    rows = [
+        "| workload | mode | TTFT p50 (p99), s: first turns | turns 2 to 10 | turns from 11 on "
+        "| later turns computed on decode | sent / least | ITL p50 (p99), ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for f in results:
+        if "without_prefill" in f:
+            ttft = (f"{f[f'{part}_ttft_p50']:.2f} ({f[f'{part}_ttft_p99']:.1f})" for part in ("first", "early", "late"))
+            rows.append(
+                f"| {f['workload']} | {f['mode']} | {' | '.join(ttft)} | {f['without_prefill']:.0%} "
+                f"| {f['sent_over_least']:.3f} | {1e3 * f['itl_p50']:.1f} ({1e3 * f['itl_p99']:.1f}) |"
+            )
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
 def _slo(text: str) -> Slo:
     try:
         return Slo.parse(text)
@@ -190,7 +207,7 @@ def main() -> int:
     if runs:
         print(report(runs) + "\n")
     if not args.check:
-        print(table(results))
+        print("\n\n".join(filter(None, (table(results), turns_table(results)))))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as out:
             json.dump(results, out, indent=1)

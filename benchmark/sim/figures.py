@@ -29,6 +29,8 @@ class Record:
     tokens: int = 0
     prefix_len: int = 0
     sent_pages: int = 0
+    # Whether decode computed what it lacked.
+    local: bool = False
 
     @property
     def ttft(self) -> float:
@@ -123,6 +125,26 @@ class Least:
         self._held.update([*prompt, *answer[:-1]][self.page - 1 :: self.page])
 
 
+# The last of a conversation's early turns, as in `pd-radix bench`.
+EARLY = 10
+
+
+def turns_of(done: Sequence[Record]) -> dict[str, float]:
+    """TTFT of first, early and late turns, and the part of later turns that decode computed; {} without turns."""
+    parts = {"first": [r for r in done if r.request.turn == 1]}
+    parts |= {
+        "early": [r for r in done if 1 < r.request.turn <= EARLY],
+        "late": [r for r in done if r.request.turn > EARLY],
+    }
+    if not all(parts.values()):
+        return {}
+    found = {
+        f"{name}_ttft_p{p}": percentile([r.ttft for r in part], p) for name, part in parts.items() for p in (50, 99)
+    }
+    later = parts["early"] + parts["late"]
+    return found | {"without_prefill": sum(r.local for r in later) / len(later)}
+
+
 def steady(series: Sequence[tuple[float, int, int, int, int]]) -> float:
     """The median of what runs in the middle half of the time: neither cold nor coming to its end."""
     end = series[-1][0] if series else 0.0
@@ -174,6 +196,7 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "ttft_max": max(ttfts),
         "latency_p50": percentile([r.latency for r in done], 50),
         "itl_mean": sum(itls) / len(itls) if itls else 0.0,
+        **turns_of(done),
         "itl_p50": percentile(itls, 50) if itls else 0.0,
         "itl_p90": percentile(itls, 90) if itls else 0.0,
         "itl_p99": percentile(itls, 99) if itls else 0.0,

@@ -115,7 +115,7 @@ class Tokens:
         return random.Random(f"{self._seed}/order/{name}")
 
 
-_MAY_BE_ZERO = ("reserve", "speed", "suffix", "skip", "pause", "steady")
+_MAY_BE_ZERO = ("reserve", "speed", "suffix", "skip", "pause", "others", "steady")
 
 
 @dataclass
@@ -404,10 +404,11 @@ class AlternatingChat(Chat):
 
 
 @dataclass
-class Agents(Chat):
+class Agents(BusyChat):
     """Conversations of many turns that begin with ``document`` tokens. Then each turn adds ``question`` to
     ``longest_question`` tokens, a tool's result, for ``answer`` to ``longest_answer`` tokens, and the clients of a turn
-    come over ``pause`` seconds. With the ``file`` of a trace, lengths are those of its later turns over ``shrink``."""
+    come over ``pause`` seconds. With the ``file`` of a trace, lengths are those of its later turns over ``shrink``.
+    ``others``: clients beside that send first prompts of other agents, of ``prompt`` tokens, all the time."""
 
     # Each has 4,700 tokens in the end, so all together outgrow the pool in the course of a run.
     pool: int = 32768
@@ -419,6 +420,9 @@ class Agents(Chat):
     longest_question: int = 100
     answer: int = 3
     longest_answer: int = 25
+    others: int = 0
+    prompt: int = 2000
+    steady: int = 1
     pause: float = 1.0
     file: str = ""
     shrink: int = 20
@@ -444,9 +448,12 @@ class Agents(Chat):
         ids = tokens.take(f"{key}/{client}/{turn}", new if turn else self.document)
         return Request(ids, answer, client, pick.uniform(0, self.pause) if self.pause else None)
 
+    def steadily(self, key: str, tokens: Tokens) -> Steady | None:
+        return super().steadily(key, tokens) if self.others else None
+
     @property
     def told(self) -> str:
-        return f"as of agents, after {self.document} tokens"
+        return f"agents after {self.document} tokens" + (f", {super().told}" if self.others else "")
 
 
 @dataclass

@@ -34,8 +34,16 @@ def test_forty_turns_of_tool_results_after_a_long_first_prompt_over_a_while():
     assert {request.group for request in later} == set(range(12))
     all_tokens = sum(len(r.ids) + r.answer for asked in made.rounds for r in asked)
     assert made.longest < sizes.pool < all_tokens, "the pool holds one conversation, and not all"
+    assert made.steady is None and "beside" not in made.title
     at_once = workload.Agents(pause=0.0).make("k", TOKENS).rounds[3]
     assert all(request.arrival_s is None for request in at_once)
+
+
+def test_first_prompts_of_other_agents_come_all_the_time_if_asked_for():
+    made = workload.Agents(others=2, turns=3).make("k", TOKENS)
+    assert (made.steady.clients, made.steady.length) == (2, 2000)
+    assert "beside 2 clients that send prompts of 2000 tokens" in made.title
+    assert not any(request.beside for asked in made.rounds for request in asked)
 
 
 def line(length, answer, *blocks):

@@ -6,9 +6,9 @@ import pytest
 from sim import times
 from sim.aggregated import Aggregated, Memory
 from sim.balance import loses, vary
-from sim.scale import Many
+from sim.scale import Agents, Many
 from sim.workload import Churn, Request, Workload
-from simulate import MODES, simulate
+from simulate import MODES, simulate, turns_table
 
 
 def of(requests: list[Request], **more) -> Workload:
@@ -79,6 +79,44 @@ def test_memory_is_of_those_used_last_and_never_more_than_there_is():
     assert memory.take(big) and memory.match(one) == 0, "all others are evicted"
     memory.release(big)
     assert memory.match(Request(((4, 90),), 10)) == 0, "it was never computed"
+
+
+# ---- agents ----
+
+AGENTS = ["conversations=4", "turns=14", "concurrency=4", "begin=1", "think=1", "document=6400", "question=64"]
+SMALL_AGENTS = [f"k.{size}" for size in (*AGENTS, "longest_question=320", "longest_answer=128")]
+
+
+def test_later_turns_send_what_is_new_as_long_as_the_pool_holds_all():
+    ran = {mode: simulate("k", mode, SMALL_AGENTS) for mode in ("off", "new", "aggregated")}
+    assert all(figures["requests"] == 4 * 14 for figures in ran.values())
+    assert ran["new"]["sent_over_least"] == pytest.approx(1, abs=0.02) and ran["off"]["sent_over_least"] > 5
+    for part in ("early", "late"):
+        assert ran["new"][f"{part}_ttft_p50"] < ran["off"][f"{part}_ttft_p50"]
+    assert ran["new"]["late_ttft_p50"] < ran["new"]["first_ttft_p50"]
+    rows = turns_table(list(ran.values())).splitlines()
+    assert len(rows) == 2 + 3 and rows[3].startswith("| k | new | ")
+    assert turns_table([simulate("g", "new", ["g.requests=12", "g.prefixes=4"])]) == ""
+
+
+def test_turns_within_the_limit_are_computed_on_decode():
+    short = [*SMALL_AGENTS, "k.longest_question=64", "k.longest_answer=64"]
+    auto, none = (simulate("k", mode, short) for mode in ("local", "new"))
+    assert auto["without_prefill"] > 0.8 and none["without_prefill"] == 0
+    longer = [*short, "k.question=448", "k.longest_question=448"]
+    assert simulate("k", "local", longer)["without_prefill"] == 0
+    given = [*longer, "args.disaggregation_decode_local_prefill=1024"]
+    assert simulate("k", "local", given)["without_prefill"] > 0.3
+
+
+def test_agents_ask_forty_turns_of_whole_slots():
+    (asked,) = Agents(conversations=2).make().rounds
+    first, turns = asked[0], [asked[0]]
+    while turns[-1].then:
+        turns.append(turns[-1].then)
+    assert [request.turn for request in turns] == list(range(1, 41)) and first.length == 98_304
+    new = [b.length - a.length - a.answer for a, b in zip(turns, turns[1:], strict=False)]
+    assert all(192 <= n <= 2048 and n % 64 == 0 for n in new) and len(set(new)) > 10
 
 
 # ---- where a pair loses ----
