@@ -6,11 +6,14 @@ simulated clock (``sim/times.py`` has their constants and where these come from)
     python benchmark/simulate.py                                       # published, g and h in all modes
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
     python benchmark/simulate.py --workload g --set g.rate=16 --slo ttft=2400,itl=12   # and who keeps a promise, in ms
+    python benchmark/simulate.py --modes new,aggregated --vary published.concurrency=8,32,128   # where a pair loses
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
 order of arrival, ``new`` the defaults. ``local``, if it is named, is ``new`` with short remainders computed on decode
-(``sim/local.py``). ``--set`` changes a size of a workload (``h.pool=``), a constant of time (``times.step=``) or an
-argument of the decode server (``args.NAME=``).
+(``sim/local.py``). ``aggregated`` is as many ordinary servers with as much memory, which compute prompts before they
+decode, ``mixed`` the same with both in one step (``sim/aggregated.py``). ``--set`` changes a size of a workload
+(``h.pool=``), a constant of time (``times.step=``), an argument of the decode server (``args.NAME=``) or an option of
+the ordinary ones (``args.chunk=``, ``args.router=affine``).
 
     python benchmark/simulate.py --check            # what was published against what is simulated; exits with 1 where a
                                                     # gate closes
@@ -34,6 +37,8 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from sim.aggregated import Aggregated  # noqa: E402
+from sim.balance import vary  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
 from sim.figures import kept  # noqa: E402
 from sim.gates import closed, report  # noqa: E402
@@ -50,6 +55,8 @@ MODES: dict[str, dict[str, Any]] = {
     "today": {ADMISSION: "fcfs", OVERTAKEN: 0},
     "new": {ADMISSION: "prefix", OVERTAKEN: 32},
     "local": {ADMISSION: "prefix", OVERTAKEN: 32, "disaggregation_decode_local_prefill": "auto"},
+    "aggregated": {"router": "cache_aware", "mixed": 0},
+    "mixed": {"router": "cache_aware", "mixed": 1},
 }
 DEFAULT_MODES = ("off", "today", "new")
 
@@ -64,7 +71,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None 
         name, _, value = setting.partition("=")
         group, _, field = name.partition(".")
         if group == "args":
-            options[field] = _parsed(value)
+            options[field] = value if isinstance(options.get(field), str) else _parsed(value)
         elif group == "times":
             constants[field] = value
         elif group not in KINDS or field not in fields_of(KINDS[group]()):
@@ -77,7 +84,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None 
             raise ValueError(f"--set times.{field}: there is no such constant")
         setattr(workload.times, field, type(getattr(workload.times, field))(value))
     began = time.process_time()
-    deployment = Deployment(workload, mode == "off", options)
+    deployment = (Aggregated if "mixed" in options else Deployment)(workload, mode == "off", options)
     figures = deployment.run()
     if slo is not None:
         figures["kept"] = kept(deployment.records, slo.ttft_s, slo.itl_s)
@@ -135,6 +142,23 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def turns_table(results: Sequence[dict[str, Any]]) -> str:
+    """Of runs of conversations whose turns are told apart, as Markdown; "" of others."""
+    rows = [
+        "| workload | mode | TTFT p50 (p99), s: first turns | turns 2 to 10 | turns from 11 on "
+        "| later turns computed on decode | sent / least | ITL p50 (p99), ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for f in results:
+        if "without_prefill" in f:
+            ttft = (f"{f[f'{part}_ttft_p50']:.2f} ({f[f'{part}_ttft_p99']:.1f})" for part in ("first", "early", "late"))
+            rows.append(
+                f"| {f['workload']} | {f['mode']} | {' | '.join(ttft)} | {f['without_prefill']:.0%} "
+                f"| {f['sent_over_least']:.3f} | {1e3 * f['itl_p50']:.1f} ({1e3 * f['itl_p99']:.1f}) |"
+            )
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
 def _slo(text: str) -> Slo:
     try:
         return Slo.parse(text)
@@ -148,6 +172,7 @@ def main() -> int:
     parser.add_argument("--workload", default="published,g,h", metavar="KEY,...", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--modes", default=",".join(DEFAULT_MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
+    parser.add_argument("--vary", action="append", default=[], metavar="NAME=VALUE,...", help="compare the two --modes")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--check", action="store_true", help="the published run and its gates, nothing else")
     parser.add_argument("--slo", type=_slo, metavar="ttft=MS,itl=MS", help="say which parts of requests keep this")
@@ -158,6 +183,17 @@ def main() -> int:
     for asked, known in ((keys, KINDS), (modes, MODES)):
         if unknown := set(asked) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    if args.vary and len(modes) != 2:
+        parser.error("--vary compares two modes: --modes new,aggregated")
+    for given in args.vary:
+        key = given.partition(".")[0] if given.partition(".")[0] in KINDS else keys[0]
+
+        def one(mode: str, setting: str, key: str = key) -> dict[str, Any]:
+            return simulate(key, mode, [*args.settings, setting], args.slo)
+
+        print(vary(given, modes, one, lambda figures: print(line(figures), file=sys.stderr, flush=True)) + "\n")
+    if args.vary:
+        return 0
     results: list[dict[str, Any]] = []
     # The published run comes first.
     for key in sorted(keys, key=lambda key: key != "published"):
@@ -171,7 +207,7 @@ def main() -> int:
     if runs:
         print(report(runs) + "\n")
     if not args.check:
-        print(table(results))
+        print("\n\n".join(filter(None, (table(results), turns_table(results)))))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as out:
             json.dump(results, out, indent=1)

@@ -97,7 +97,7 @@ class Receiver:
     def end(self) -> None:
         """Nothing is asked of prefill: decode computes the prompt."""
         record = self.record
-        record.admitted = self.worker.clock.now
+        record.admitted, record.local = self.worker.clock.now, True
         record.prefix_len = min((self.req.transfer_prefix_len or 0) * self.worker.scale, record.request.length)
         self.worker.asked(record)
 

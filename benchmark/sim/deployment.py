@@ -79,13 +79,25 @@ class Deployment:
     def __init__(self, workload: Workload, off: bool, options: Mapping[str, Any]):
         self.workload = workload
         self.clock = Clock()
-        times = workload.times
+        self.prefill_for: dict[int, int] = {}
+        self.least = Least(workload.page)
+        self.least_pages = 0
+        self.records: list[Record] = []
+        self.began: float | None = None
+        self._rounds = iter(workload.rounds)
+        self._queue: deque[Request] = deque()
+        self._open = 0
+        self._last_end = 0.0
+        self._build(off, options)
+
+    def _build(self, off: bool, options: Mapping[str, Any]) -> None:
+        """All workers and routers."""
+        workload, times = self.workload, self.workload.times
         longest = max(r.length + r.answer for rnd in workload.rounds for first in rnd for r in turns(first))
         self.prefills = [Prefill(self.clock, times, f"prefill{i}") for i in range(workload.prefills)]
         self.router = Router(workload.router, workload.decodes)
         self.prefill_router = Router(workload.prefill_router, workload.prefills)
         self.prefill_loads = [0] * workload.prefills
-        self.prefill_for: dict[int, int] = {}
         self.decodes = [
             SimulatedDecode(
                 self.clock,
@@ -105,14 +117,6 @@ class Deployment:
             decode.beside = lambda: any(p.busy for p in self.prefills)
         for prefill in self.prefills:
             prefill.beside = lambda: any(decode.running for decode in self.decodes)
-        self.least = Least(workload.page)
-        self.least_pages = 0
-        self.records: list[Record] = []
-        self.began: float | None = None
-        self._rounds = iter(workload.rounds)
-        self._queue: deque[Request] = deque()
-        self._open = 0
-        self._last_end = 0.0
 
     def run(self) -> dict[str, Any]:
         """Let everything happen; returns the figures."""

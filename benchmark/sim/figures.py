@@ -29,6 +29,8 @@ class Record:
     tokens: int = 0
     prefix_len: int = 0
     sent_pages: int = 0
+    # Whether decode computed what it lacked.
+    local: bool = False
 
     @property
     def ttft(self) -> float:
@@ -82,14 +84,17 @@ class Gauges:
     _last: tuple[int, int, int] = (0, 0, 0)
 
     def take(self, worker: SimulatedDecode) -> None:
-        now = worker.clock.now
-        running, held, moving = self._last
-        passed = now - self._at
-        self.running_time += running * passed
-        self.held_time += held * passed
-        self.moving_time += moving * passed
         running, moving, queued = len(worker.running), len(worker.transfer.queue), len(worker.queue.queue)
         held = (worker.size - worker.allocator.available_size() - worker.tree.evictable_size()) * worker.scale
+        self.note(worker.clock.now, running, moving, queued, held)
+
+    def note(self, now: float, running: int, moving: int, queued: int, held: int) -> None:
+        """What is so from now on."""
+        before, held_before, moving_before = self._last
+        passed = now - self._at
+        self.running_time += before * passed
+        self.held_time += held_before * passed
+        self.moving_time += moving_before * passed
         self._at, self._last = now, (running, held, moving)
         self.peak_running = max(self.peak_running, running)
         self.peak_held = max(self.peak_held, held)
@@ -118,6 +123,26 @@ class Least:
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """It has the slots of ``answer`` to ``prompt``, but for the last, whose last token has no KV."""
         self._held.update([*prompt, *answer[:-1]][self.page - 1 :: self.page])
+
+
+# The last of a conversation's early turns, as in `pd-radix bench`.
+EARLY = 10
+
+
+def turns_of(done: Sequence[Record]) -> dict[str, float]:
+    """TTFT of first, early and late turns, and the part of later turns that decode computed; {} without turns."""
+    parts = {"first": [r for r in done if r.request.turn == 1]}
+    parts |= {
+        "early": [r for r in done if 1 < r.request.turn <= EARLY],
+        "late": [r for r in done if r.request.turn > EARLY],
+    }
+    if not all(parts.values()):
+        return {}
+    found = {
+        f"{name}_ttft_p{p}": percentile([r.ttft for r in part], p) for name, part in parts.items() for p in (50, 99)
+    }
+    later = parts["early"] + parts["late"]
+    return found | {"without_prefill": sum(r.local for r in later) / len(later)}
 
 
 def steady(series: Sequence[tuple[float, int, int, int, int]]) -> float:
@@ -171,7 +196,10 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "ttft_max": max(ttfts),
         "latency_p50": percentile([r.latency for r in done], 50),
         "itl_mean": sum(itls) / len(itls) if itls else 0.0,
+        **turns_of(done),
+        "itl_p50": percentile(itls, 50) if itls else 0.0,
         "itl_p90": percentile(itls, 90) if itls else 0.0,
+        "itl_p99": percentile(itls, 99) if itls else 0.0,
         "ttft_p90": percentile(ttfts, 90),
         "pages_sent": sent,
         "pages_least": least_pages,

@@ -6,16 +6,17 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from sim.scale import Many
+from sim.scale import Agents, Many
 from sim.workload import Behind, Churn, Crowd, Published, Shared
 
-Sizes = Published | Churn | Many | Behind
+Sizes = Published | Churn | Many | Behind | Agents
 KINDS: dict[str, Callable[[], Sizes]] = {
     "published": Published,
     "a": Shared,
     "g": Churn,
     "h": Crowd,
     "i": Behind,
+    "k": Agents,
     "many": Many,
     # Short questions, of which decode has all but the last.
     "chat": functools.partial(

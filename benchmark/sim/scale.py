@@ -1,4 +1,4 @@
-"""A workload of a hundred thousand requests: a mixture of conversations."""
+"""Conversations: a hundred thousand requests of a mixture, and agents of many long turns."""
 
 from __future__ import annotations
 
@@ -78,6 +78,63 @@ class Many:
         for _ in range(turns):
             blocks += ((next(keys), SLOT * pick.randint(1, self.question // SLOT)),)
             request = Request(blocks, SLOT * pick.randint(1, self.answer // SLOT), answer_key=next(keys))
+            blocks += ((request.answer_key, request.answer),)
+            if made:
+                made[-1].then = request
+            made.append(request)
+        return made[0]
+
+
+@dataclass
+class Agents:
+    """Workload (k) of `pd-radix bench` unscaled: ``conversations`` of ``turns``, ``concurrency`` at a time.
+
+    Each begins with ``document`` tokens; a turn adds 200 to 2,000 tokens, a tool's result (``question`` to
+    ``longest_question``), for an answer of 50 to 500, ``think`` seconds after the last one. All are whole slots. Model
+    and hardware are those of ``times.published``, with its number of workers.
+    """
+
+    conversations: int = 48
+    turns: int = 40
+    document: int = 98_304
+    question: int = 192
+    longest_question: int = 2048
+    answer: int = 64
+    longest_answer: int = 512
+    think: float = 20.0
+    concurrency: int = 24
+    begin: float = 600.0
+    prefills: int = 3
+    pool: int = 2_060_032
+    reserve: int = 512
+    seed: int = 0
+
+    def make(self) -> Workload:
+        pick, keys = random.Random(f"agents/{self.seed}"), itertools.count(1)
+        asked = [self._conversation(pick, keys) for _ in range(self.conversations)]
+        title = f"agents: {self.conversations} conversations of {self.turns} turns after {self.document} tokens"
+        return Workload(
+            title,
+            [asked],
+            self.concurrency,
+            self.pool,
+            self.reserve,
+            SLOT,
+            1,
+            times.published(),
+            self.prefills,
+            think=self.think,
+            begin=self.begin,
+        )
+
+    def _conversation(self, pick: random.Random, keys: itertools.count) -> Request:
+        blocks: tuple[tuple[int, int], ...] = ()
+        made: list[Request] = []
+        for turn in range(1, self.turns + 1):
+            new = SLOT * pick.randint(self.question // SLOT, self.longest_question // SLOT) if made else self.document
+            blocks += ((next(keys), new),)
+            answer = SLOT * pick.randint(self.answer // SLOT, self.longest_answer // SLOT)
+            request = Request(blocks, answer, answer_key=next(keys), turn=turn)
             blocks += ((request.answer_key, request.answer),)
             if made:
                 made[-1].then = request

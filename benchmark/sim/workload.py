@@ -22,7 +22,7 @@ class Request:
     """blocks: (key, tokens) of each block of the prompt. answer: tokens. arrival: seconds; None: as clients get free.
 
     measured: whether it counts. answer_key: the answer as a block of later prompts; 0 if no prompt has it. then: what
-    the client asks when it has the answer.
+    the client asks when it has the answer. turn: of its conversation, from 1; 0 where that is not told apart.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -32,6 +32,7 @@ class Request:
     measured: bool = True
     answer_key: int = 0
     then: Request | None = None
+    turn: int = 0
     length: int = field(init=False)
 
     def __post_init__(self) -> None:

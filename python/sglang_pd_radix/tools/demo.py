@@ -106,12 +106,11 @@ def run(args: argparse.Namespace) -> int:
             sides.append(deploy.Side("local"))
         deployment = deploy.Deployment(
             model,
-            deploy.Shape(chat.pool, chat.reserve),
+            deploy.Shape(chat.pool, chat.reserve, chat.pool),
             options,
             args.backend,
             work_dir / "logs",
             lambda step: show.now(f"starting: {step}"),
-            prefill_pool=chat.pool,
             sides=sides,
             gateway=named_gateway(args.router),
         )

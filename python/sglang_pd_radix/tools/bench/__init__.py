@@ -1,6 +1,7 @@
 """``pd-radix bench``: PD deployments with the decode prefix cache off and on, measured against each other.
 
 workload.py   what is asked: prompts as token ids, answer lengths, who waits for whom
+traces.py     traces in Mooncake's format
 least.py      what any cache would have to send and hold for it, from the workload alone
 load.py       asks it: the engine's `sglang.bench_serving`, in a process of its own
 deploy.py     the servers that are compared
@@ -13,7 +14,7 @@ rates.py      which rates are measured for that, and what is known from them
 parted.py     answers that are not the same: where they part, and how far apart the two tokens are
 stats.py      percentiles, spreads and ratios
 chart.py      charts as pictures
-chats.py      the table of a chat's sides
+compared.py   the table of the sides
 report.py     JSON, Markdown and pictures
 record.py     what is kept of a report
 command.py    the options, and the order in which things are run

@@ -28,18 +28,18 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import breakdown, chats, goodput, parted, record, report
+from . import breakdown, compared, goodput, parted, record, report
 from .chart import check_libraries
 from .deploy import AGGREGATED, OFF, POLICY, Deployment, Shape, Side, engine_options, pool_of_ordinary
 from .measure import LoadGenerator
 from .rates import parse_rates
 from .turns import measure_all
-from .workload import KINDS, Chat, Sizes, Tokens, Trace, Workload, apply_settings
+from .workload import KINDS, Agents, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
 # Where reports go, and the files by which one is known.
 OUT, REPORTS = "bench-report", ("report.json", "goodput.json")
-# A quick run shows every workload but the one that takes a deployment of its own.
+# A quick run shows every workload but the one whose conversations outgrow its pool.
 QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h", "i", "j")
 QUICK: dict[str, dict[str, Any]] = {
     "a": {"prefixes": 6, "requests": 80, "answer": 64, "concurrency": 38, "rounds": 2},
@@ -53,6 +53,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "h": {"prefixes": 14, "requests": 70, "answer": 64, "concurrency": 42},
     "i": {"clients": 4, "turns": 3, "answer": 16, "others": 2, "prompt": 1000},
     "j": {"clients": 4, "turns": 3, "answer": 16},
+    "k": {"clients": 4, "turns": 12},
 }
 # One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
@@ -71,6 +72,7 @@ Workloads:
   c   multi-turn chat                               h   more prefixes than fit at once, in random order
   d   a herd of requests with the same new prefix   i   chat behind long prompts of others
                                                     j   chat with short and long turns by turns
+                                                    k   agents: long first prompts, 40 turns, more than fit
 
   pd-radix bench --quick
   pd-radix bench --only aw --set aw.concurrency=128 --set aw.pool=65536 --work-dir report
@@ -78,7 +80,8 @@ Workloads:
   pd-radix bench --only g,h --compare "other:SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK=0 --max-running-requests 64"
   pd-radix bench --only c,i,j --aggregated --breakdown --compare "sent:--disaggregation-decode-local-prefill off"
   pd-radix bench --model Qwen/Qwen3-0.6B -- --page-size 64
-  pd-radix bench --only a --slo ttft=2000,itl=60
+  pd-radix bench --only a,e,g --aggregated --runs 2
+  pd-radix bench --only a --slo ttft=2000,itl=60 --aggregated
 
 Engine options for all workers follow after --.
 The sides take turns, in every other run the other way round. Answers that are not the same are asked for again.
@@ -125,7 +128,7 @@ def _add_workloads(group: argparse._ArgumentGroup) -> None:
         "--set", action="append", default=[], metavar="KEY.SIZE=VALUE", help="another size; --sizes lists them"
     )
     group.add_argument("--sizes", action="store_true", help="print every workload's sizes and end")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake-format trace for f, and for lengths of k")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
 
 
@@ -141,6 +144,12 @@ def _add_deployment(group: argparse._ArgumentGroup) -> None:
         "them is its environment",
     )
     group.add_argument(
+        "--prefill",
+        default="",
+        metavar="OPTIONS",
+        help="engine options, in quotes, for all sides' prefill worker",
+    )
+    group.add_argument(
         "--compare",
         action="append",
         default=[],
@@ -150,8 +159,8 @@ def _add_deployment(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--aggregated",
         action="store_true",
-        help="another side, for the chats c, i and j: as many ordinary servers as a pair has workers, with the same KV "
-        "memory in all, behind a router that goes by what they have cached",
+        help="another side: as many ordinary servers as a pair has workers, with the same KV memory in all, behind a "
+        "router that goes by what they have cached",
     )
 
 
@@ -188,10 +197,10 @@ def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
         for name, value in ({**QUICK.get(key, {}), **QUICK_SHAPE} if args.quick else {}).items():
             setattr(sizes[key], name, value)
         traced = sizes[key]
-        if args.trace and isinstance(traced, Trace):
+        if args.trace and isinstance(traced, (Trace, Agents)):
             traced.file = str(args.trace)
-    if args.trace and not any(isinstance(entry, Trace) for entry in sizes.values()):
-        raise PdRadixError("--trace is for the workload f: add it to --only")
+    if args.trace and not any(isinstance(entry, (Trace, Agents)) for entry in sizes.values()):
+        raise PdRadixError("--trace is for the workloads f and k: add one to --only")
     apply_settings(sizes, args.set)
     return sizes
 
@@ -209,14 +218,6 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
     if args.slo:
         sides.append(goodput.Slo.parse(args.slo).side)
     return [*sides, AGGREGATED] if args.aggregated else sides
-
-
-def _check_aggregated(args: argparse.Namespace, sizes: dict[str, Sizes]) -> None:
-    """Raises PdRadixError for a workload or an option that goes without ordinary servers."""
-    if args.aggregated and not all(isinstance(entry, Chat) for entry in sizes.values()):
-        raise PdRadixError("--aggregated is for the workloads c, i and j")
-    if args.aggregated and args.slo:
-        raise PdRadixError("--aggregated goes without --slo")
 
 
 def _plan(args: argparse.Namespace, sides: Sequence[Side]) -> goodput.Plan:
@@ -239,7 +240,7 @@ def _check_slo(args: argparse.Namespace, sides: Sequence[Side]) -> None:
 
 def shape_of(sizes: Sizes) -> Shape:
     """The deployment that a workload needs."""
-    return Shape(sizes.pool, sizes.reserve)
+    return Shape(sizes.pool, sizes.reserve, sizes.prefill)
 
 
 def _has_report(out: Path) -> bool:
@@ -258,7 +259,6 @@ def run(args: argparse.Namespace) -> int:
     if runs < 1:
         raise PdRadixError(f"--runs {runs}: must be at least 1")
     sizes, sides = chosen_sizes(args), chosen_sides(args)
-    _check_aggregated(args, sizes)
     _check_slo(args, sides)
     check_page_size(args.engine_options)
     if args.sizes:
@@ -333,6 +333,7 @@ def _all(
             progress,
             sides=sides,
             gateway=named_gateway(args.router),
+            prefill_options=shlex.split(args.prefill),
             env=breakdown.ENV if args.breakdown else {},
         )
         with made as deployment:
@@ -351,6 +352,7 @@ def _all(
                 if args.slo:
                     plan, keep = _plan(args, sides), document["workloads"].append
                     found = goodput.measure(deployment, load, workload, plan, tokens, page_size, show, exact, keep=keep)
+                    found["notes"] = [*found.get("notes", ()), *_of_aggregated(shape, sides)]
                     keep(found)
                     if found["interrupted"]:
                         return
@@ -457,7 +459,7 @@ def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
     show(report.describe(document), *report.headline(document))
     console.print(Text(report.LEGEND), soft_wrap=True)
     for entry in document["workloads"]:
-        for one in chats.tables(entry) if entry["chat"] else ():
+        for one in compared.tables(entry):
             show(f"({entry['key']}) {entry['title']}", *one)
     for entry in document["workloads"]:
         for title, heading, rows in breakdown.tables(entry):

@@ -54,6 +54,7 @@ from sglang_pd_radix.tools.workers import (
 OPTIONAL_COUNTERS = {
     "blocked": "sglang:decode_admissions_blocked_total",
     "computed_tokens": "sglang:decode_computed_tokens_total",
+    "computed_requests": "sglang:decode_local_prefills_total",
 }
 # What an ordinary server counts of what decode workers do. One that never had a hit tells none.
 ORDINARY_COUNTERS = {"prompt_tokens": "sglang:prompt_tokens_total", "reused_tokens": "sglang:cached_tokens_total"}
@@ -67,10 +68,16 @@ POLICY = "cache_aware"
 
 @dataclass(frozen=True)
 class Shape:
-    """Pool of a decode worker (tokens), and reserve per request (tokens)."""
+    """Pool of a decode worker, reserve per request, and the least pool of the prefill worker, all in tokens."""
 
     pool: int
     reserve: int
+    prefill: int = PREFILL_POOL
+
+    @property
+    def prefill_pool(self) -> int:
+        """Of the prefill worker, which can hold what decode does."""
+        return max(self.prefill, self.pool)
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,9 @@ class Deployment:
     backend: str
     log_dir: Path
     on_progress: Callable[[Progress], None] | None = None
-    prefill_pool: int = PREFILL_POOL
     sides: Sequence[Side] = (OFF, ON)
     prefill_env: Mapping[str, str] = field(default_factory=dict)
+    prefill_options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # of all servers
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     variants: list[Variant] = field(init=False)
@@ -160,7 +167,7 @@ class Deployment:
         gpus = 0 if cpu_host.active() else gpu_count()
         places = compared_on(self.options, [side.options for side in sides], gpus)
         ordinary = [
-            ["--max-total-tokens", str(pool_of_ordinary(shape, self.prefill_pool)), *place]
+            ["--max-total-tokens", str(pool_of_ordinary(shape)), *place]
             for place in aggregated_on(self.options, places[0], gpus)
             if len(sides) < len(self.sides)
         ]
@@ -168,7 +175,7 @@ class Deployment:
             self.model,
             decode=len(sides),
             common_args=self.options,
-            prefill_args=["--max-total-tokens", str(max(self.prefill_pool, shape.pool))],
+            prefill_args=["--max-total-tokens", str(shape.prefill_pool), *self.prefill_options],
             decode_args=[
                 [*decode, *place, *([RADIX_FLAG] * side.radix), *side.options]
                 for side, place in zip(sides, places, strict=True)
@@ -285,9 +292,9 @@ class Deployment:
         return wrong
 
 
-def pool_of_ordinary(shape: Shape, prefill_pool: int = PREFILL_POOL) -> int:
+def pool_of_ordinary(shape: Shape) -> int:
     """Tokens of KV that each ordinary server has: in all as many as the workers of a pair."""
-    return (max(prefill_pool, shape.pool) + shape.pool) // 2
+    return (shape.prefill_pool + shape.pool) // 2
 
 
 # What only a pair has.

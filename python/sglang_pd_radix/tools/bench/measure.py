@@ -32,6 +32,8 @@ from .steady import SteadyClients
 from .workload import Request, Workload
 
 Progress = Callable[[int, int], None]
+# The last of a chat's early turns.
+EARLY = 10
 
 
 # ---------------------------------------------------------------------------------------------------- load generator
@@ -316,7 +318,7 @@ def run_once(
     asked, rounds = course.asked, course.rounds
     figures = figures_of(asked, rounds, samples, course.index, deployment.used_peak(variant), steady.asked)
     figures["least_pages_with_warm_up"] = figures["least_pages"] + course.warm_pages
-    figures |= steady.figures() | (figures_of_turns(course.answered) if workload.chat else {})
+    figures |= steady.figures() | (figures_of_turns(course.answered, rounds) if workload.chat else {})
     return Run(
         variant.name,
         number,
@@ -334,11 +336,19 @@ def run_once(
     )
 
 
-def figures_of_turns(turns: Sequence[Sequence[Asked]]) -> dict[str, float]:
-    """Of a chat: how long the first tokens of first turns took, and those of all later ones."""
-    parts = {"first": first_tokens(turns[0]), "later": first_tokens(itertools.chain(*turns[1:]))}
+def figures_of_turns(turns: Sequence[Sequence[Asked]], rounds: Sequence[dict[str, float]] = ()) -> dict[str, float]:
+    """Of a chat: how long the first tokens of first turns took, and those of all later ones; of a long chat also of
+    turns 2 to 10, and the others. And the part of later turns of which prefill computed nothing."""
+    parts = {"first": turns[:1], "later": turns[1:]}
+    if len(turns) > EARLY:
+        parts |= {"early": turns[1:EARLY], "late": turns[EARLY:]}
+    ttfts = {name: first_tokens(itertools.chain(*part)) for name, part in parts.items()}
     forms = {"p50": lambda ttft: percentile(ttft, 50), "p99": p99}
-    return {f"{name}_ttft_{p}_s": form(ttft) for name, ttft in parts.items() for p, form in forms.items()}
+    found = {f"{name}_ttft_{p}_s": form(ttft) for name, ttft in ttfts.items() for p, form in forms.items()}
+    later = sum(map(len, turns[1:]))
+    if later and rounds:
+        found["without_prefill"] = sum(r.get("computed_requests", math.nan) for r in rounds[1:]) / later
+    return found
 
 
 def sent_late(asked: Iterable[Asked]) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
-from . import breakdown, chats, parted
+from . import breakdown, compared, parted
 from .chart import Bars, Chart, Line, median_line
 from .deploy import AGGREGATED
 from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
@@ -65,13 +65,21 @@ CHAT_FIGURES = (
     Figure("later_ttft_p50_s", "TTFT of later turns p50, ms", 1e-3, 0),
     Figure("later_ttft_p99_s", "TTFT of later turns p99, ms", 1e-3, 0),
 )
+# Of chats of many turns, and where decode may compute prompts.
+TURNS_FIGURES = (
+    Figure("early_ttft_p50_s", "TTFT of turns 2 to 10 p50, ms", 1e-3, 0),
+    Figure("early_ttft_p99_s", "TTFT of turns 2 to 10 p99, ms", 1e-3, 0),
+    Figure("late_ttft_p50_s", "TTFT of turns from 11 on p50, ms", 1e-3, 0),
+    Figure("late_ttft_p99_s", "TTFT of turns from 11 on p99, ms", 1e-3, 0),
+    Figure("without_prefill", "later turns without prefill, %", 1e-2, 0, good="more"),
+)
 # Of workloads beside which clients send long prompts all the time.
 STEADY_FIGURES = (
     Figure("steady_per_s", "long prompts beside, answered/s", good="more"),
     Figure("steady_requests", "long prompts beside, answered", digits=0, good=""),
     Figure("steady_p50_s", "long prompts beside, time p50, ms", 1e-3, 0),
 )
-MORE_FIGURES = (*CHAT_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
+MORE_FIGURES = (*CHAT_FIGURES, *TURNS_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
 # What the table over all workloads shows.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
 # What it shows of each side for itself.
@@ -326,8 +334,8 @@ def markdown(document: Document) -> str:
         parts.append(f"## ({entry['key']}) {entry['title']}")
         parts.append(sizes_line(entry))
         parts.append(markdown_table(*table(entry)))
-        if entry["chat"]:
-            parts += [markdown_table(*one) for one in (*chats.tables(entry), turns_table(entry))]
+        turns = [turns_table(entry)] if entry["chat"] else []
+        parts += [markdown_table(*one) for one in (*compared.tables(entry), *turns)]
         for title, heading, rows in breakdown.tables(entry):
             parts += [f"**{title}**", markdown_table(heading, rows)]
         parts += [*answers(entry), *breakdown.notes(entry)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
+
+from .deploy import PREFILL_POOL
+from .traces import TRACE_BLOCK, made_trace, read_trace, turns_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Workload:
 #
 # A class per workload: its fields are the options `--set KEY.FIELD=VALUE`, its `make` builds the requests. ``pool`` is
 # the KV pool of each decode worker in tokens, ``reserve`` what the engine keeps free per request for its answer
-# (--num-reserved-decode-tokens).
+# (--num-reserved-decode-tokens). ``prefill``: the pool of the prefill worker, at least ``pool``.
 
 
 class Tokens:
@@ -113,7 +115,7 @@ class Tokens:
         return random.Random(f"{self._seed}/order/{name}")
 
 
-_MAY_BE_ZERO = ("reserve", "speed", "suffix", "skip", "pause", "steady")
+_MAY_BE_ZERO = ("reserve", "speed", "suffix", "skip", "pause", "others", "steady")
 
 
 @dataclass
@@ -122,6 +124,7 @@ class Sizes:
 
     pool: int = 32768
     reserve: int = 64
+    prefill: int = field(default=PREFILL_POOL, kw_only=True)
 
     def check(self, key: str) -> None:
         """Raise PdRadixError naming the first size that makes no workload."""
@@ -317,7 +320,7 @@ class Chat(Sizes):
         rounds = [
             [
                 *self.beside(key, tokens, t),
-                *(Request(tokens.take(f"{key}/{c}/{t}", self.new(t)), self.answer, c) for c in range(self.clients)),
+                *(self.ask(key, tokens, c, t) for c in range(self.clients)),
             ]
             for t in range(self.turns)
         ]
@@ -325,6 +328,10 @@ class Chat(Sizes):
         sizes, steady = dataclasses.asdict(self), self.steadily(key, tokens)
         notes = [_BESIDE] if steady else []
         return Workload(key, title, sizes, rounds, concurrency=len(rounds[0]), chat=True, notes=notes, steady=steady)
+
+    def ask(self, key: str, tokens: Tokens, client: int, turn: int) -> Request:
+        """What a client asks in a turn."""
+        return Request(tokens.take(f"{key}/{client}/{turn}", self.new(turn)), self.answer, client)
 
     def steadily(self, key: str, tokens: Tokens) -> Steady | None:
         """Who asks all the time, and not turn by turn."""
@@ -397,6 +404,59 @@ class AlternatingChat(Chat):
 
 
 @dataclass
+class Agents(BusyChat):
+    """Conversations of many turns that begin with ``document`` tokens. Then each turn adds ``question`` to
+    ``longest_question`` tokens, a tool's result, for ``answer`` to ``longest_answer`` tokens, and the clients of a turn
+    come over ``pause`` seconds. With the ``file`` of a trace, lengths are those of its later turns over ``shrink``.
+    ``others``: clients beside that send first prompts of other agents, of ``prompt`` tokens, all the time."""
+
+    # Each has 4,700 tokens in the end, so all together outgrow the pool in the course of a run.
+    pool: int = 32768
+    prefill: int = 32768
+    clients: int = 12
+    turns: int = 40
+    document: int = 2000
+    question: int = 10
+    longest_question: int = 100
+    answer: int = 3
+    longest_answer: int = 25
+    others: int = 0
+    prompt: int = 2000
+    steady: int = 1
+    pause: float = 1.0
+    file: str = ""
+    shrink: int = 20
+
+    def check(self, key: str) -> None:
+        """Also refuse lengths the wrong way round, and a trace without later turns."""
+        super().check(key)
+        if self.longest_question < self.question or self.longest_answer < self.answer:
+            raise PdRadixError(f"--set {key}: longest_question and longest_answer are at least question and answer")
+        if self.file and not self.lengths:
+            raise PdRadixError(f"{self.file}: no request continues an earlier one")
+
+    @functools.cached_property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of the trace's later turns: tokens that are added, and of the answer; none without a trace."""
+        found = turns_of(read_trace(Path(self.file))) if self.file else []
+        return [(max(1, new // self.shrink), max(2, answer // self.shrink)) for new, answer in found]
+
+    def ask(self, key: str, tokens: Tokens, client: int, turn: int) -> Request:
+        pick = tokens.order(f"{key}/{client}/{turn}")
+        drawn = pick.randint(self.question, self.longest_question), pick.randint(self.answer, self.longest_answer)
+        new, answer = pick.choice(self.lengths) if self.lengths else drawn
+        ids = tokens.take(f"{key}/{client}/{turn}", new if turn else self.document)
+        return Request(ids, answer, client, pick.uniform(0, self.pause) if self.pause else None)
+
+    def steadily(self, key: str, tokens: Tokens) -> Steady | None:
+        return super().steadily(key, tokens) if self.others else None
+
+    @property
+    def told(self) -> str:
+        return f"agents after {self.document} tokens" + (f", {super().told}" if self.others else "")
+
+
+@dataclass
 class Herd(Sizes):
     """``herds`` times ``size`` requests at once with the same prefix of ``shared`` tokens, which nobody has seen."""
 
@@ -433,10 +493,6 @@ class Distinct(Sizes):
         asked = [Request(tokens.take(f"{key}/{i}", self.prompt), self.answer, i) for i in range(self.requests)]
         title = "no sharing: every prompt is new"
         return Workload(key, title, dataclasses.asdict(self), [asked], concurrency=self.concurrency)
-
-
-# Tokens that one entry of ``hash_ids`` stands for in the traces that Mooncake published.
-TRACE_BLOCK = 512
 
 
 @dataclass
@@ -492,65 +548,6 @@ class Trace(Sizes):
         return Workload(key, title, dataclasses.asdict(self), [asked], concurrency=concurrency)
 
 
-def read_trace(path: Path, most: int) -> list[dict[str, Any]]:
-    """The first ``most`` records of a Mooncake-format trace, in order of time. Raises PdRadixError naming the line.
-
-    A record: ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one per 512 tokens).
-    """
-    records: list[dict[str, Any]] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if len(records) == most:
-                    break
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                    lengths = [record[name] for name in ("timestamp", "input_length", "output_length")]
-                    good = all(isinstance(v, (int, float)) and v >= 0 for v in lengths) and bool(record["hash_ids"])
-                except (ValueError, KeyError, TypeError):
-                    good = False
-                if not good:
-                    raise PdRadixError(
-                        f"{path}, line {number}: not a record with timestamp, input_length, output_length and hash_ids"
-                    )
-                records.append(record)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PdRadixError(f"cannot read the trace {path}: {getattr(error, 'strerror', None) or error}") from None
-    return sorted(records, key=lambda record: record["timestamp"])
-
-
-def made_trace(count: int) -> list[dict[str, Any]]:
-    """``count`` records in the format of `read_trace`: conversations under one of a few system prompts, 10 a second.
-
-    A stand-in for a machine that has no trace; its shape (one block that all share, histories that grow by a few
-    blocks per turn, answers of some hundred tokens) is that of a chat service, its numbers are nobody's.
-    """
-    pick = random.Random("made trace")
-    fresh = iter(range(1, 10**9))
-    open_chats: list[list[int]] = []
-    records: list[dict[str, Any]] = []
-    for i in range(count):
-        if open_chats and pick.random() < 0.6:
-            chat = open_chats.pop(pick.randrange(len(open_chats)))
-        else:
-            chat = [0, *(next(fresh) for _ in range(pick.randint(4, 16)))]
-        chat = chat + [next(fresh) for _ in range(pick.randint(1, 3))]
-        length = TRACE_BLOCK * (len(chat) - 1) + pick.randint(1, TRACE_BLOCK)
-        records.append(
-            {
-                "timestamp": 100 * i,
-                "input_length": length,
-                "output_length": pick.randint(128, 640),
-                "hash_ids": list(chat),
-            }
-        )
-        # The last block may have been filled in part only: what follows on it is another block.
-        open_chats.append(chat[:-1])
-    return records
-
-
 #: Every workload by its key.
 KINDS: dict[str, Callable[[], Sizes]] = {
     "a": SharedPrefixes,
@@ -564,6 +561,7 @@ KINDS: dict[str, Callable[[], Sizes]] = {
     "h": CrowdedPrefixes,
     "i": BusyChat,
     "j": AlternatingChat,
+    "k": Agents,
 }
 
 

@@ -372,7 +372,7 @@ def test_the_report_is_complete(tmp_path, chat):
     assert len(pictures) == (6 if chat else 5)
     assert "| requests/s | 3.00 (2.00–4.00) | 5.50 (3.00–8.00) | 1.750 (1.500–2.000) | 1.500 |" in text
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
-    assert set(widths) == ({6, 10, 9} if chat else {6, 10})
+    assert set(widths) == ({6, 10, 9} if chat else {6, 10, 7})
     assert ("| lower bound | TTFT p50, ms, off | TTFT p50, ms, on |" in text) == chat
 
 
@@ -434,7 +434,7 @@ def test_the_command_says_what_it_can_measure(capsys):
         (["--only", "a,z"], "z is not one of a, aw, b, c, d, e, f, g, h"),
         (["--only", "a,"], "an empty name is not one of"),
         (["--runs", "0"], "--runs 0: must be at least 1"),
-        (["--only", "a", "--trace", "x"], "--trace is for the workload f"),
+        (["--only", "a", "--trace", "x"], "--trace is for the workloads f and k"),
         (["--model", "/none"], "no model at /none"),
         (["--only", "f", "--trace", "/none"], "cannot read the trace /none"),
         (["--compare", "today"], "--compare today: write NAME:OPTIONS"),

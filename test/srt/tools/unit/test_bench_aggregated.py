@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from bench_documents import a_document, run_entry
+from test_goodput import SHOW, Served
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
-from sglang_pd_radix.tools.bench import command, deploy, measure, report
+from sglang_pd_radix.tools.bench import command, deploy, measure, report, workload
 from sglang_pd_radix.tools.cluster import aggregated_on, compared_on
 
 SIDES = (deploy.OFF, deploy.ON, deploy.AGGREGATED)
@@ -21,9 +24,7 @@ def parsed(*options):
 
 
 def a_deployment(tmp_path, options=(), sides=SIDES):
-    return deploy.Deployment(
-        "m", deploy.Shape(3000, 20), list(options), "nixl", tmp_path, prefill_pool=4001, sides=sides
-    )
+    return deploy.Deployment("m", deploy.Shape(3000, 20, 4001), list(options), "nixl", tmp_path, sides=sides)
 
 
 def value(planned, option):
@@ -36,9 +37,6 @@ def value(planned, option):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--aggregated"], "--aggregated is for the workloads c, i and j"),
-        (["--aggregated", "--only", "c,a"], "--aggregated is for the workloads c, i and j"),
-        (["--aggregated", "--only", "c", "--slo", "ttft=9,itl=9"], "--aggregated goes without --slo"),
         (["--compare", "aggregated:--x"], "aggregated is the name of something else"),
     ],
 )
@@ -57,7 +55,24 @@ def test_it_is_the_last_side_and_only_if_asked_for():
         "aggregated",
     ]
     assert not any(side.aggregated for side in command.chosen_sides(parsed(*more)))
-    assert cli.main(["bench", "--aggregated", "--only", "c,i,j", "--sizes"]) == 0
+    assert cli.main(["bench", "--aggregated", "--sizes"]) == 0, "it goes with every workload"
+
+
+def test_it_takes_part_in_the_search_for_a_rate_that_keeps_a_promise(monkeypatch, tmp_path):
+    sides = command.chosen_sides(parsed("--aggregated", "--slo", "ttft=2000,itl=30"))
+    assert [side.name for side in sides] == ["off", "on", "target", "aggregated"]
+    served = Served(monkeypatch, sides)
+    served.deployment.info = lambda variant: {"device": "cpu", "dtype": "float32", "page_size": 16}
+    monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(served.deployment))
+    args = parsed("--aggregated", "--slo", "ttft=2000,itl=30", "--slo-seconds", "20", "--work-dir", str(tmp_path))
+    sizes = {"e": workload.Distinct(requests=400, prompt=4, answer=40)}
+    load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
+    show = SimpleNamespace(now=lambda text: None, **vars(SHOW))
+    document = {"workloads": []}
+    command._all(args, sizes, sides, 1, "m", [], load, document, show)
+    (entry,) = document["workloads"]
+    assert entry["goodput"]["aggregated"]["0.9"] == pytest.approx(entry["goodput"]["target"]["0.9"])
+    assert any(note.startswith("aggregated: 2 ordinary servers") for note in entry["notes"])
 
 
 # ---- what is started ----
@@ -218,6 +233,15 @@ def test_what_it_does_not_have_is_no_win(tmp_path):
     assert read["workloads"][0]["runs"][2]["figures"]["sent_bytes"] is None
     drawn = report.charts(entry, {})
     assert [line.name for line in drawn["bytes"].lines if line.points] == ["off", "on"]
+
+
+def test_every_workload_has_a_line_for_each_side():
+    runs = [run_entry("off", 1, 2, 1000), run_entry("on", 1, 6, 400), run_entry("aggregated", 1, 3, math.nan)]
+    for one in runs:
+        one["figures"]["cpu_s"] = 0.25
+    text = report.markdown(a_document(runs=runs, variants=["off", "on", "aggregated"]))
+    heading = "| side | requests/s | TTFT p50 (p99), ms | ITL p50 (p99), ms | ITL mean, ms | KV sent / lower bound |"
+    assert heading in text and "| aggregated | 3.00 | 1000 (1000) | 1000.0 (1000.0) | 1000.0 | – |" in text
 
 
 def test_a_chat_has_a_line_for_each_side():

@@ -179,11 +179,10 @@ def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
 class Served:
     """`goodput.measure` over sides of which each has its places; with the target as many as keep 30 ms."""
 
-    slots = {"off": 4, "on": 64, "target": 18}
+    slots = {"off": 4, "on": 64, "target": 18, "aggregated": 18}
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, sides=(deploy.OFF, deploy.ON, SLO.side)):
         monkeypatch.setattr(goodput, "run_once", self.run_once)
-        sides = [deploy.OFF, deploy.ON, SLO.side]
         made_of = deploy.variants(sides)
         self.deployment = SimpleNamespace(variants=made_of, step_times=self.step_times)
         self.problems = []

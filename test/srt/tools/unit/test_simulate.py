@@ -11,6 +11,7 @@ from simulate import MODES, simulate
 
 from sglang_pd_radix.tools.bench.goodput import Slo
 
+PAIRS = [mode for mode in MODES if mode not in ("aggregated", "mixed")]
 SMALL = ["requests=48", "prefixes=4", "shared=96", "own=16", "answer=8", "reserve=8", "concurrency=16"]
 
 
@@ -18,7 +19,7 @@ def small(key: str, pool: int) -> list[str]:
     return [f"{key}.{setting}" for setting in (*SMALL, f"pool={pool}")]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PAIRS)
 @pytest.mark.parametrize("key", ["g", "h"])
 def test_all_requests_are_served_and_all_memory_comes_back(key, mode):
     kind = {"g": Churn, "h": Crowd}[key]
@@ -80,7 +81,7 @@ def test_a_setting_that_there_is_not():
 SMALL_MANY = dict(requests=60, documents=6, document=1024, concurrency=16, decodes=2, prefills=1, pool=64_000)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PAIRS)
 def test_every_turn_of_every_conversation_is_answered_after_the_one_before(mode):
     workload = Many(**SMALL_MANY).make()
     deployment = Deployment(workload, mode == "off", MODES[mode])

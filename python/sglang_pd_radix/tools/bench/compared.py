@@ -1,4 +1,4 @@
-"""The table of a chat's sides, one a line: what its clients feel of each."""
+"""The table of a workload's sides, one a line: what clients feel of each."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from .stats import Spread
 # units.
 _COLUMNS = (
     ("requests/s", 2, (("requests_per_s", 1.0),)),
+    ("TTFT p50 (p99), ms", 0, (("ttft_p50_s", 1e-3), ("ttft_p99_s", 1e-3))),
     ("TTFT of first turns p50 (p99), ms", 0, (("first_ttft_p50_s", 1e-3), ("first_ttft_p99_s", 1e-3))),
     ("TTFT of later turns p50 (p99), ms", 0, (("later_ttft_p50_s", 1e-3), ("later_ttft_p99_s", 1e-3))),
-    ("ITL mean (p99), ms", 1, (("itl_mean_s", 1e-3), ("itl_p99_s", 1e-3))),
+    ("TTFT of turns 2 to 10 p50 (p99), ms", 0, (("early_ttft_p50_s", 1e-3), ("early_ttft_p99_s", 1e-3))),
+    ("TTFT of turns from 11 on p50 (p99), ms", 0, (("late_ttft_p50_s", 1e-3), ("late_ttft_p99_s", 1e-3))),
+    ("ITL p50 (p99), ms", 1, (("itl_p50_s", 1e-3), ("itl_p99_s", 1e-3))),
+    ("ITL mean, ms", 1, (("itl_mean_s", 1e-3),)),
+    ("later turns without prefill, %", 0, (("without_prefill", 0.01),)),
+    ("KV sent / lower bound", 3, (("sent_over_least", 1.0),)),
     ("long prompts beside, answered", 0, (("steady_requests", 1.0),)),
     ("their time p50, ms", 0, (("steady_p50_s", 1e-3),)),
 )
 
 
 def tables(entry: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Heading and rows, medians over the runs; none of a report that does not have the figures."""
+    """Heading and rows, medians over the runs; none of a report of before there were such figures."""
     known = entry["runs"][0]["figures"]
-    if "later_ttft_p50_s" not in known:
+    if entry["chat"] and "later_ttft_p50_s" not in known:
         return
-    columns = [column for column in _COLUMNS if column[2][0][0] in known]
+    hidden = "ttft_p50_s" if entry["chat"] else ""  # Of all turns: a first turn is another request than a later one.
+    columns = [column for column in _COLUMNS if column[2][0][0] in known and column[2][0][0] != hidden]
 
     def written(side: str, digits: int, parts: tuple[tuple[str, float], ...]) -> str:
         values = [_median(entry, side, key) / unit for key, unit in parts]
