@@ -33,14 +33,15 @@ def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCac
             "Start this decode worker without the flag."
         )
     cache_support.check_tree(FLAG, engines)
-    check_pool(kind, scheduler.tp_worker.model_runner.token_to_kv_pool)
+    check_pool(kind, scheduler.tp_worker.model_runner)
     return kind.take_over(engines, scheduler)
 
 
-def check_pool(kind: type[StateKind], pool: Any) -> None:
-    """Raise ValueError if ``pool`` keeps state and no extra has its kind."""
-    if kind is StateKind and hasattr(pool, "get_state_buf_infos"):
+def check_pool(kind: type[StateKind], runner: Any) -> None:
+    """Raise ValueError if the KV pool keeps state and no extra has its kind."""
+    if kind is StateKind and hasattr(runner.token_to_kv_pool, "get_state_buf_infos"):
         raise ValueError(
             f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls "
-            f"state ({type(pool).__name__}). Start this decode worker without the flag."
+            f"state ({type(runner.token_to_kv_pool).__name__}). "
+            "Start this decode worker without the flag."
         )

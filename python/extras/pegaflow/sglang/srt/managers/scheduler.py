@@ -47,9 +47,8 @@ class Scheduler(engine.Scheduler):
         tree = PegaFlowDecodeRadixCache if args.disaggregation_decode_enable_radix_cache else PegaFlowRadixCache
         self.tree_cache = tree.take_over(self.tree_cache)
         if args.disaggregation_decode_enable_radix_cache:
-            runner = self.tp_worker.model_runner
-            kind = kind_of(runner)
-            check_pool(kind, runner.token_to_kv_pool)
+            kind = kind_of(self.tp_worker.model_runner)
+            check_pool(kind, self.tp_worker.model_runner)
             self.tree_cache.state = kind.beside(self.tree_cache)
         rank = None if layout.shared else self.tp_rank
         session = PegaFlowSession(
