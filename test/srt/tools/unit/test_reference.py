@@ -100,7 +100,16 @@ def keys_of(function: ast.FunctionDef) -> set[str]:
     return {name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str)}
 
 
-FIELDS = {"longest_queue_step_s", "free_req_slots", "oldest", "computes_up_to", "itl", "ttft", "ttft_refusal", "window_size"}
+FIELDS = {
+    "longest_queue_step_s",
+    "free_req_slots",
+    "oldest",
+    "computes_up_to",
+    "itl",
+    "ttft",
+    "ttft_refusal",
+    "window_size",
+}
 
 
 def test_fields_of_a_pool_are_those_that_a_worker_tells():
