@@ -34,7 +34,11 @@ def build(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCac
         )
     cache_support.check_tree(FLAG, engines)
     check_pool(kind, scheduler.tp_worker.model_runner)
-    return kind.take_over(engines, scheduler)
+    if (own := kind.take_over(engines, scheduler)) is not None:
+        return own
+    tree = DecodeRadixCache.take_over(engines)
+    tree.state = kind.beside(tree)
+    return tree
 
 
 def check_pool(kind: type[StateKind], runner: Any) -> None:

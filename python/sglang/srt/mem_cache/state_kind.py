@@ -90,14 +90,9 @@ class StateKind:
         return True
 
     @classmethod
-    def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:
-        """Build a decode tree with it for the pools of ``engines``, the engine's tree."""
-        # The tree's module imports this one.
-        from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-
-        tree = DecodeRadixCache.take_over(engines)
-        tree.state = cls.beside(tree)
-        return tree
+    def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache | None:
+        """Build a tree of its own for the pools of ``engines``; None if `beside` is enough."""
+        return None
 
     @classmethod
     def beside(cls, tree: DecodeRadixCache) -> StateKind:
