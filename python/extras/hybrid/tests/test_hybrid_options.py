@@ -49,7 +49,8 @@ def test_the_flag_turns_off_nothing(parse_layout, monkeypatch, arch):
 
 def test_other_states_are_not_taken_for_these():
     hf = SimpleNamespace(architectures=["Lfm2ForCausalLM"])
-    runner = SimpleNamespace(mambaish_config=hf, is_hybrid_swa=False, model_config=SimpleNamespace(hf_config=hf))
+    config = SimpleNamespace(hf_config=hf)
+    runner = SimpleNamespace(mambaish_config=hf, is_hybrid_swa=False, model_config=config, token_to_kv_pool=None)
     assert state_kind.kind_of(runner) is StateKind
     hf.architectures = ["FalconH1ForCausalLM"]
     assert state_kind.kind_of(runner) is StateSlots
