@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.base import KVPoll
@@ -99,13 +99,6 @@ def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
         tier.let_go(load)
 
 
-class _Delta(NamedTuple):
-    """Slots of a request beyond its prefix, int64, whole pages; and its `StateKind.held`."""
-
-    slots: torch.Tensor
-    beside: Any
-
-
 def flush_around(
     reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]
 ) -> bool:
@@ -113,32 +106,31 @@ def flush_around(
 
     rows: the req_to_token pool. flush: clears tree and pools, or returns False and changes nothing.
     """
-    deltas = [_delta(req, rows, tree) for req in reqs]
+    page = tree.page_size
+    kept: list[tuple[Req, torch.Tensor, Any]] = []
+    for req in reqs:
+        end = pages(req.kv_allocated_len, page) * page
+        slots = rows.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
+        kept.append((req, slots, tree.state.held(slots)))
     if not flush():
         return False
-    for req, delta in zip(reqs, deltas, strict=True):
-        _keep(req, delta, rows, tree)
+    for req, slots, beside in kept:
+        _keep(req, slots, beside, rows, tree)
     return True
 
 
-def _delta(req: Req, rows: Any, tree: DecodeRadixCache) -> _Delta:
-    page = tree.page_size
-    end = pages(req.kv_allocated_len, page) * page
-    slots = rows.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
-    return _Delta(slots, tree.state.held(slots))
-
-
-def _keep(req: Req, delta: _Delta, rows: Any, tree: DecodeRadixCache) -> None:
+def _keep(req: Req, slots: torch.Tensor, beside: Any, rows: Any, tree: DecodeRadixCache) -> None:
     """Take what ``req`` had out of the cleared pools.
 
-    Its prefix went with the tree, so the delta now begins a sequence of its own.
+    Its prefix went with the tree, so the delta now begins a sequence of its own. slots: of the
+    delta, int64, whole pages. beside: its `StateKind.held`.
     """
     length = req.kv_allocated_len - req.cache_protected_len
-    slots = delta.slots[:length]
+    slots = slots[:length]
     rows.reserve(req)
     rows.req_to_token[req.req_pool_idx, :length] = slots
     reserve(tree.pool, slots)
-    tree.state.reserve(req, slots, delta.beside)
+    tree.state.reserve(req, slots, beside)
     req.kv_allocated_len = req.kv_committed_len = length
     req.last_node, req.cache_protected_len = tree.root_node, 0
     tree.inc_lock_ref(req.last_node)

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, Blocked
 from sglang.srt.disaggregation.decode_radix.budget import (
-    Accounts,
     AdmissionPlan,
     Budget,
-    LiveReqs,
     Memory,
 )
 from sglang.srt.disaggregation.decode_radix.commit import report_end
@@ -53,36 +51,6 @@ def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
     return joins_now
 
 
-class BudgetOfStep:
-    """What a step may use for resumed requests that do not decode at once, as in `DecodeAdder`.
-
-    Built on first use, which reads all live requests; then updated by plans.
-    """
-
-    def __init__(self, accounts: Accounts, live: LiveReqs):
-        # Retracted requests hold no KV.
-        self._accounts, self._live = accounts, live._replace(retracted=())
-        self._joined: list[Req] = []
-        self._budget: Budget | None = None
-
-    def now(self) -> Budget:
-        """After this step's resumes."""
-        if self._budget is None:
-            live = self._live._replace(running=[*self._live.running, *self._joined])
-            self._budget = self._accounts.budget(live)
-        return self._budget
-
-    def add(self, req: Req, plan: AdmissionPlan) -> None:
-        """Account for a resumed request; it decodes at once if there is no budget yet.
-
-        With a budget, it counts as on its way to decode, which leaves slightly less.
-        """
-        if self._budget is None:
-            self._joined.append(req)
-        else:
-            self._budget.admit(plan, self._accounts.reserved)
-
-
 class Resumption:
     """Resumes retracted requests, as all ranks do. A failed allocation ends the worker."""
 
@@ -117,12 +85,17 @@ class Resumption:
         beside = self._accounts.free(live.running).beside
         limits = [limit(live) for limit in self._hooks.limit]
         decodes = joins(self._queue.scheduler, self._hooks)
-        waiting = BudgetOfStep(self._accounts, live)
+        # What requests that do not decode at once may use, as in `DecodeAdder`.
+        step: Budget | None = None
         for req in retracted:
             if self._memory.rows.available_size() <= 0:
                 break
             free = Memory(self._accounts.free(()).kv, beside)
-            budget = None if decodes(req) else waiting
+            budget = None
+            if not decodes(req):
+                # Retracted requests hold no KV.
+                now = live._replace(running=[*live.running, *resumed], retracted=())
+                step = budget = step or self._accounts.budget(now)
             if self._is_blocked(req, free, kept, budget):
                 break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
@@ -147,15 +120,15 @@ class Resumption:
             )
             kept = kept.plus(Memory(self._accounts.reserved, plan.beside.soon - plan.beside.now))
             beside -= plan.beside.now
-            waiting.add(req, plan)
+            if step is not None:
+                # Counts as on its way to decode, which leaves slightly less.
+                step.admit(plan, self._accounts.reserved)
             resumed.append(req)
         for held in self._hooks.held:
             held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
         return resumed, failed
 
-    def _is_blocked(
-        self, req: Req, free: Memory, kept: Memory, budget: BudgetOfStep | None
-    ) -> bool:
+    def _is_blocked(self, req: Req, free: Memory, kept: Memory, budget: Budget | None) -> bool:
         """Whether ``req`` did not fit, and neither free memory nor the tree has changed enough.
 
         The cost does not depend on the prompt.
@@ -182,8 +155,6 @@ class Resumption:
         req.forget_saved_kv()
 
 
-def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: BudgetOfStep | None) -> bool:
+def _fits(plan: AdmissionPlan, free: Memory, kept: Memory, budget: Budget | None) -> bool:
     """Whether a retracted request may resume. budget: if it would not decode at once."""
-    return (
-        free.covers(plan.needed, kept) if budget is None else budget.now().covers(plan, Memory(0))
-    )
+    return free.covers(plan.needed, kept) if budget is None else budget.covers(plan, Memory(0))
