@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from ranks import assert_same
 from sglang.srt.disaggregation import decode, ttft_refusal
 from sglang.srt.disaggregation.ttft_refusal import ENOUGH, FINISH_REFUSED, RECENT, TtftRefusal
 from sglang.srt.disaggregation.ttft_target import EVERY, TtftTarget
+from sglang.srt.managers.refused_answer import KEY, RefusedAnswers
 from test_traps import Rank, tokens
 from test_ttft_target import own_clock, target
 
@@ -212,3 +215,33 @@ def refused_on(rank: int) -> list[Any]:
 def test_ranks_refuse_the_same_by_the_first_ones_clock(pair):
     refused, served, disagreements = assert_same(pair.run(refused_on))
     assert disagreements == 0 and len(refused) > 20 and len(served) > 100
+
+
+# ---- the answer ----
+
+
+@pytest.mark.parametrize("refused_after", [None, 0, 1])
+def test_only_a_stream_that_has_not_begun_becomes_an_error(refused_after):
+    """One prompt of a batch may be refused while others have been streamed: their stream goes on as the engine's."""
+    sent: list[Any] = []
+    parts = [b"data: 1\n\n", b"data: 2\n\n", b""]
+
+    async def app(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        assert sent == [], "the head waits for the first part of the body"
+        for n, part in enumerate(parts):
+            if n == refused_after:
+                scope[KEY].refuse(FINISH_REFUSED("too many", 7).to_json())
+            await send({"type": "http.response.body", "body": part, "more_body": part != b""})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(RefusedAnswers(app)({"type": "http"}, None, send))
+    head, *body = sent
+    if refused_after != 0:
+        assert head["status"] == 200 and [message["body"] for message in body] == parts
+        return
+    assert head["status"] == 503 and (b"retry-after", b"7") in head["headers"]
+    (only,) = body
+    assert "more_body" not in only and json.loads(only["body"])["message"] == "too many"
