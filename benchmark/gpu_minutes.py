@@ -206,7 +206,7 @@ class Minutes:
     until: float = math.inf
 
     def measure(self, sets: Sequence[Servers], shape: Shape, wanted: Sequence[Step]) -> None:
-        """All sets, one after the other. One of which nothing was measured is halved."""
+        """All sets, one after the other. One of which nothing was measured is halved: an option may not be known."""
         left, number = [*sets], 0
         while left:
             self.until = part_until(time.monotonic(), self.end, [1 + len(sides) for sides, _ in left])
@@ -217,9 +217,11 @@ class Minutes:
             except TimeUp:
                 self.left_out.append(f"{names}: their time was over; lost and what comes after it: {self.doing}")
             except Exception as error:  # Another release may answer anything, and others are to have their time.
-                self.failures.append(f"{names}: {error or type(error).__name__}")
-                if len(self.rows) == known and len(sides) > 2:
-                    left[:0] = [(sides[:2], executable), (sides[2:], executable)]
+                self._failed(names, error)
+                half = (len(sides) + 1) // 2
+                if len(self.rows) == known and len(sides) > 1:
+                    parts = [part for part in (sides[:half], sides[half:]) if not part[0].aggregated]
+                    left[:0] = [(part, executable) for part in parts]
             finally:
                 self.write()
                 if not (picture := curve(self.rows, self.setting)).empty:
@@ -274,8 +276,8 @@ class Minutes:
                 run = run_once(deployment, load, asked, variant, 1, page_size, lambda done, of: self._check_time())
             except TimeUp:
                 raise
-            except PdRadixError as error:
-                self.failures.append(f"{name}: {error}")
+            except Exception as error:
+                self._failed(name, error)
                 deployment.check()
                 continue
             longest = max(longest, time.monotonic() - began)
@@ -286,6 +288,9 @@ class Minutes:
             self.rows.append(row | {"figures": run.figures})
             self.show.done(f"{name}: {run.figures['requests_per_s']:.2f} requests/s")
             self.write()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.failures.append(f"{what}: {error if isinstance(error, PdRadixError) else repr(error)}")
 
     def _now(self, doing: str) -> None:
         self.doing = doing

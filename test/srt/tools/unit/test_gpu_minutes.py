@@ -125,6 +125,8 @@ def test_one_that_has_no_engine_is_refused_at_once(tmp_path, capsys):
 
 # ---- measured, as far as there is time ----
 
+STEPS = ["c)", "a) at 128", "k)", "a) at 32", "a) at 8", "a) at 64", "a) at 16"]
+
 
 class Servers:
     """Deployments and runs that take ``seconds`` each of a clock of their own. broken: sides with which none starts."""
@@ -218,11 +220,30 @@ def test_what_does_not_start_is_tried_in_two_halves_and_the_log_stays_out_of_the
         ["off", "on", "sent", "aggregated"],
         ["off", "on"],
         ["sent", "aggregated"],
+        ["sent"],
         ["other", "other-off"],
     ]
-    assert len(made.failures) == 2 and {row["variant"] for row in made.rows} == {"off", "on", "other", "other-off"}
+    assert len(made.failures) == 2 and {row["variant"] for row in made.rows} == {*"off on sent other other-off".split()}
     text = (tmp_path / "page.md").read_text()
     assert "decode-0 died" in text and "its log" not in text
+
+
+def test_an_answer_that_nobody_expects_fails_its_side_alone(monkeypatch, tmp_path):
+    """As another release may give it."""
+    served = Servers(monkeypatch, tmp_path)
+
+    def run_once(deployment, load, asked, variant, *rest):
+        return (
+            {}["internal_states"]
+            if variant.name == "other"
+            else served.run_once(deployment, load, asked, variant, *rest)
+        )
+
+    monkeypatch.setattr(gpu_minutes, "run_once", run_once)
+    made = served.measure(10_000)
+    assert len(made.rows) == 5 * 7 and made.failures == [
+        f"({step}, other: KeyError('internal_states')" for step in STEPS
+    ]
 
 
 def test_a_wait_ends_with_what_the_deployment_was_told_to_ask(tmp_path):
