@@ -200,7 +200,7 @@ class Minutes:
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
-    answers: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    answers: dict[str, tuple[str, list[str]]] = field(default_factory=dict, repr=False)
     began: float = field(default_factory=time.monotonic)
     doing: str = ""
     until: float = math.inf
@@ -282,9 +282,10 @@ class Minutes:
                 continue
             longest = max(longest, time.monotonic() - began)
             self.failures += [f"{name}: {problem}" for problem in run.problems]
-            different = report.compare_answers([self.answers.setdefault(step.name, run.texts), run.texts])[1]
+            first, texts = self.answers.setdefault(step.name, (variant.name, run.texts))
             row = {"variant": variant.name, "radix": variant.radix, "step": step.name, "level": step.level}
-            row |= {"title": asked.title, "chat": asked.chat, "requests": asked.requests, "different": different}
+            row |= {"title": asked.title, "chat": asked.chat, "requests": asked.requests, "first": first}
+            row["different"] = report.compare_answers([texts, run.texts])[1]
             self.rows.append(row | {"figures": run.figures})
             self.show.done(f"{name}: {run.figures['requests_per_s']:.2f} requests/s")
             self.write()
@@ -362,17 +363,18 @@ def page(told: dict[str, Any]) -> str:
         "A run is measured once, and those of other servers (see the end) are further apart in time. –: not known. The "
         "patch set counts the KV sent, so nobody does in the second environment."
     )
-    for step in dict.fromkeys(row["step"] for row in rows):
-        of = [row for row in rows if row["step"] == step]
-        parts += [f"## {step} {of[0]['title']}", *tables(of)]
-        different = ", ".join(f"{row['variant']} {row['different']}" for row in of[1:]) or "nothing to compare with"
-        parts.append(f"Of {of[0]['requests']} answers, not those of {of[0]['variant']}: {different}.")
+    sides, most = list(dict.fromkeys(row["variant"] for row in rows)), max((row["level"] for row in rows), default=0)
+    for step in dict.fromkeys(row["step"] for row in rows if row["level"] in (0, most)):
+        of = sorted((row for row in rows if row["step"] == step), key=lambda row: sides.index(row["variant"]))
+        parts += [f"## {step}: {of[0]['title']}", *tables(of)]
+        different = ", ".join(f"{row['variant']} {row['different']}" for row in of if row["variant"] != row["first"])
+        parts.append(f"Of {of[0]['requests']} answers, not those of {of[0]['first']}: {different or 'not compared'}.")
     levels = [{**run, "variant": f"{name}, {run['level']}"} for name, runs in by_level(rows).items() for run in runs]
     parts += ["## ITL against requests/s, by requests at a time", *tables(levels), "![ITL](itl.svg)"]
     ends = {"The worst pair": worst_pairs(rows), "Failed": told["failures"], "Not run": told["left_out"]}
     for title, texts in ends.items():
         parts += [f"## {title}", "\n".join(f"* {text.splitlines()[0]}" for text in texts) or "Nothing."]
-    return "\n\n".join([*parts, "## Servers", *(f"    {line}" for line in told["commands"])]) + "\n"
+    return "\n\n".join([*parts, "## Servers", "\n".join(f"    {line}" for line in told["commands"])]) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------------ command

@@ -192,7 +192,8 @@ def test_with_time_all_is_measured_and_the_page_has_it(monkeypatch, tmp_path):
     on = next(row for row in made.rows if row["variant"] == "on")
     assert on["figures"]["sent_over_least"] == pytest.approx(200 / 100)
     assert "| on, 8 | 20.00 |" in text and "| other, 128 | 15.00 |" in text
-    assert "Of 160 answers, not those of off: on 1, sent 1" in text
+    assert "Of 160 answers, not those of off: on 1, sent 1" in text and "those of aggregated: off 1, on 1" in text
+    assert text.count("\n## (a) at 128: shared prefixes") == 1 == text.count("\n## (a)")
     assert text.count("Nothing.") == 2
     assert "on" in (tmp_path / "itl.svg").read_text() and json.loads((tmp_path / "runs.json").read_text())["rows"]
 
