@@ -153,6 +153,9 @@ class Deployment:
     prefill_options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # of all servers
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
+    #: The interpreter of workers of another environment. They have no patch set, so none of its counters.
+    executable: str = ""
+    on_wait: Callable[[], None] | None = None  # called while it starts or is asked, which ends with what it raises
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
     #: By worker, whether it told its pages when `problems` looked last, and not only its rows and buffers.
@@ -192,6 +195,8 @@ class Deployment:
             backend=self.backend,
             log_dir=self.log_dir,
             on_progress=self.on_progress,
+            on_wait=self.on_wait,
+            worker_executable=self.executable,
         )
 
     @property
@@ -205,6 +210,12 @@ class Deployment:
 
     def __exit__(self, *_: object) -> None:
         self.cluster.stop()
+
+    def check(self) -> None:
+        """Raise PdRadixError if a server has ended."""
+        if self.on_wait:
+            self.on_wait()
+        self.cluster.check()
 
     @property
     def prefill_urls(self) -> list[str]:
@@ -266,6 +277,8 @@ class Deployment:
         """
         prefill, decode = self.prefill_urls_of(variant), self.decode_urls(variant)
         cpu_s = {"cpu_s": self._cpu_s([*prefill, *decode])}
+        if self.executable:
+            return _NO_PAIR | cpu_s
         if variant.aggregated:
             return _NO_PAIR | _ordinary_counters(decode) | cpu_s
         return {

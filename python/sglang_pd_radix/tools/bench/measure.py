@@ -241,7 +241,7 @@ class _Course:
         self._deployment, self._load, self._workload, self._variant = deployment, load, workload, variant
         self._url, self._steady = deployment.url(variant), steady
         self.index = PageIndex(page_size)
-        overlapped = not deployment.info(variant)["disable_overlap_schedule"]
+        overlapped = not deployment.info(variant).get("disable_overlap_schedule", False)
         self._keeper = Keeper(self.index, overlapped)
         self._histories: dict[int, list[int]] = {}
         self.answered: list[list[Asked]] = []
@@ -302,7 +302,7 @@ def run_once(
 ) -> Run:
     """Empty the caches, ask round by round, take the figures. Raises PdRadixError; RequestFailed of a request."""
     deployment.use(variant)
-    steady = SteadyClients(workload.steady, deployment.url(variant), deployment.cluster.check)
+    steady = SteadyClients(workload.steady, deployment.url(variant), deployment.check)
     course = _Course(deployment, load, workload, variant, page_size, steady)
     watch = Watch(deployment, variant)
     watch.start()

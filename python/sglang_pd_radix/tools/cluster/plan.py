@@ -104,7 +104,8 @@ def _engine(
 ) -> Process:
     place = spec.hosts.get(role)
     address = place.address if place else spec.host if spec.aggregated else HOST
-    command = [spec.executable, *spec.commands.get(role, ("-m", "sglang.launch_server"))]
+    interpreter = spec.worker_executable or spec.executable
+    command = [interpreter, *spec.commands.get(role, ("-m", "sglang.launch_server"))]
     command += ["--model-path", str(spec.model_path), "--port", str(port), "--host", address, *args]
     if place:
         command, env = place.command(*command), {**env, **place.environment(env)}

@@ -47,7 +47,8 @@ class Spec:
     ``hosts`` has the host on which the workers of a role run; by default all run on this one. The
     router always does. ``pegaflow`` has the options of a PegaFlow server to start too, None for none.
 
-    ``executable`` is the interpreter of the servers; ``commands`` replaces the arguments with which it runs a role
+    ``executable`` is the interpreter of the servers, ``worker_executable`` that of the engines if it is another one, of
+    another environment; ``commands`` replaces the arguments with which it runs a role
     ("prefill", "decode", "router", "engine"), which tests use. Raises PdRadixError for what cannot be.
     """
 
@@ -70,6 +71,7 @@ class Spec:
     port: int | None = None
     aggregated: bool = False
     executable: str = sys.executable
+    worker_executable: str = ""
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
     routers: Mapping[str, tuple[Sequence[int], Sequence[str]]] = field(default_factory=dict)
