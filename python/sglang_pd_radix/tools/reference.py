@@ -218,7 +218,7 @@ ENGINE_VARIABLES = (
         "SGLANG_MAMBA_CONV_DTYPE",
         "bfloat16",
         "prefill, decode",
-        "data type of GDN's convolution states; the same on both",
+        "data type of the convolutions' states; the same on both",
     ),
     Variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "False", "decode", "refused with the flag"),
     Variable(
@@ -330,7 +330,7 @@ POOL_FIELDS = {
     "saved; under `storage` those written to and read from a storage",
     "window_size": "tokens of the pool of sliding windows",
     "window_available": "free ones; when idle all",
-    "state_slots": "slots for states (linear attention)",
+    "state_slots": "slots for states (linear attention, Mamba2)",
     "free_state_slots": "free ones; when idle all, but those that the tree of a prefill worker keeps",
 }
 

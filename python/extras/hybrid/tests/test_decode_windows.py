@@ -368,7 +368,7 @@ def test_the_audit_finds_what_is_wrong():
 def refuse(tree: type | None = None, **options) -> Scheduler:
     scheduler = object.__new__(Scheduler)
     scheduler.server_args = args_of(disaggregation_decode_enable_radix_cache=True, **options)
-    runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=True)
+    runner = SimpleNamespace(mambaish_config=None, is_hybrid_swa=True)
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     return scheduler
 

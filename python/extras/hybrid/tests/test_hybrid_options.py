@@ -5,20 +5,56 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.mem_cache import kv_cache_builder, state_kind
+import sglang.srt.managers.scheduler  # noqa: F401  registers the kinds
+from sglang.srt.mem_cache import hybrid_support, kv_cache_builder, state_kind
 from sglang.srt.mem_cache.state_kind import StateKind
+from sglang.srt.mem_cache.state_slots import StateSlots
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from test_flag import DECODE, FLAG
 
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 
 @pytest.fixture(scope="module")
-def parse_hybrid(tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("model") / "hybrid", ModelShape(arch="qwen3-next"))
-    common = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", *DECODE]
-    return lambda *options: prepare_server_args([*common, *options])
+def parse_layout(tmp_path_factory):
+    def parse(arch: str, *options: str) -> ServerArgs:
+        model = make_model(tmp_path_factory.mktemp("model") / arch, ModelShape(arch))
+        return prepare_server_args(
+            ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", *DECODE, *options]
+        )
+
+    return parse
+
+
+@pytest.fixture(scope="module")
+def parse_hybrid(parse_layout):
+    return lambda *options: parse_layout("qwen3-next", *options)
+
+
+@pytest.mark.parametrize("arch", ["qwen3-next", "falcon-h1", "nemotron-h", "kimi-linear"])
+def test_the_flag_turns_off_nothing(parse_layout, monkeypatch, arch):
+    """Of a cache that holds states the engine says: no overlap, and for Kimi-Linear no cache. Decode's holds none."""
+    args = parse_layout(arch, FLAG)
+    assert not args.disable_overlap_schedule and not args.disable_radix_cache
+    assert args.get_model_config().hf_config.architectures[0] in hybrid_support.STATES
+    # A model that has not been run is left to the engine.
+    monkeypatch.setattr(hybrid_support, "STATES", ())
+    if arch == "kimi-linear":
+        with pytest.raises(ValueError, match="needs the radix cache, which the engine turns off for this model"):
+            parse_layout(arch, FLAG).check_server_args()
+    else:
+        assert parse_layout(arch, FLAG).disable_overlap_schedule
+
+
+def test_other_states_are_not_taken_for_these():
+    hf = SimpleNamespace(architectures=["Lfm2ForCausalLM"])
+    runner = SimpleNamespace(mambaish_config=hf, is_hybrid_swa=False, model_config=SimpleNamespace(hf_config=hf))
+    assert state_kind.kind_of(runner) is StateKind
+    hf.architectures = ["FalconH1ForCausalLM"]
+    assert state_kind.kind_of(runner) is StateSlots
+    runner.mambaish_config = None
+    assert state_kind.kind_of(runner) is StateKind
 
 
 @pytest.mark.parametrize("flag", [[FLAG], []], ids=["flag", "no flag"])
@@ -48,7 +84,8 @@ def test_without_this_extra_its_name_is_said(monkeypatch):
     """At the start, whatever tree the engine has built."""
     engines = object()
     assert [kind.word for kind in state_kind.kinds()] == ["states", "windows"]
-    with pytest.raises(ValueError, match=r"in some layers linear attention .*\(GDN\) or sliding windows, are. Start"):
+    names = r"in some layers linear attention \(GDN .*KDA .*\), Mamba2 .* or sliding windows, are. Start"
+    with pytest.raises(ValueError, match=names):
         kv_cache_builder.build(StateKind, engines, None)
     monkeypatch.setattr(state_kind, "_kinds", [])
     with pytest.raises(ValueError, match=r"throughout \(RadixCache\) are without the extra hybrid. Start this decode"):

@@ -211,7 +211,7 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
     def runner(hidden_size: int, architecture: str) -> SimpleNamespace:
         hf = SimpleNamespace(architectures=[architecture])
         config = SimpleNamespace(hidden_size=hidden_size, hf_config=hf)
-        return SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=None, model_config=config)
+        return SimpleNamespace(mambaish_config=None, is_hybrid_swa=False, token_to_kv_pool=None, model_config=config)
 
     scheduler = object.__new__(Scheduler)
     args = {"speculative_algorithm": "EAGLE", "model_path": "target", "speculative_draft_model_path": "draft"}

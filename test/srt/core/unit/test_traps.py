@@ -260,7 +260,7 @@ def test_trap_05_models_whose_state_is_not_known_are_refused_at_the_start(monkey
     monkeypatch.setattr(engine_class(Scheduler), "init_cache_with_memory_pool", engines)
     scheduler = object.__new__(Scheduler)
     scheduler.server_args = args_of(disaggregation_decode_enable_radix_cache=True)
-    runner = SimpleNamespace(hybrid_gdn_config=None, is_hybrid_swa=False, token_to_kv_pool=Pool())
+    runner = SimpleNamespace(mambaish_config=None, is_hybrid_swa=False, token_to_kv_pool=Pool())
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     named = r"state \(Pool\)" if state_pool else "MambaRadixCache "
     with pytest.raises(ValueError, match=f"{named}.*Start this decode worker without the flag"):

@@ -5,14 +5,30 @@ Upstream: sgl-project/sglang#32732 (open) and #40263 (merged), which keep a tree
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt import server_args as engine
-from sglang.srt.mem_cache import hybrid_support  # noqa: F401
+from sglang.srt.mem_cache import hybrid_support
 
 __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
     """Server arguments for a prefix cache that holds no states."""
+
+    def _handle_mamba_radix_cache(self, model_arch: str, *args: Any, **kwargs: Any) -> None:
+        """Wraps the engine's, which turns off overlap, or the cache, for the sake of states that a cache holds.
+
+        With the flag; a strategy, or speculation, has it done what it does.
+        """
+        decodes = self.disaggregation_mode == "decode" and self.disaggregation_decode_enable_radix_cache
+        needed = self.enable_mamba_extra_buffer() or self.speculative_algorithm is not None
+        if not decodes or needed or model_arch not in hybrid_support.STATES:
+            super()._handle_mamba_radix_cache(model_arch, *args, **kwargs)
+            return
+        disabled, self.disable_radix_cache = self.disable_radix_cache, True
+        super()._handle_mamba_radix_cache(model_arch, *args, **kwargs)
+        self.disable_radix_cache = disabled
 
     def _handle_pd_disaggregation(self) -> None:
         """Puts off the strategy whose slots hold states for a prefix cache; all else that it allows has been settled.

@@ -1,10 +1,12 @@
-"""The oracle for linear attention (GDN): answers are the aggregated engine's though decode keeps states of no prefix.
+"""The oracle for models with states: answers are the aggregated engine's though decode keeps states of no prefix.
 
-The tests are those of test_oracle.py, with another model. Pages of 1 come with the engine's default strategy, which
-does not overlap steps; larger ones with `extra_buffer`, which does.
+The tests are those of test_oracle.py, with other models: linear attention (GDN, KDA), Mamba2. Steps do not overlap with
+pages of 1; they do with larger ones, for which prefill needs `extra_buffer`, or no cache where the engine has it not.
 """
 
 from __future__ import annotations
+
+import importlib
 
 import pytest
 import requests
@@ -32,20 +34,30 @@ from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
-SHAPE = ModelShape(arch="qwen3-next")
 # Not for a decode worker without the flag: its steps then take pinned memory, which a CPU host has not.
 EXTRA_BUFFER = ["--mamba-scheduler-strategy", "extra_buffer"]
 SLOTS = ["--max-mamba-cache-size", "80"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("model") / "hybrid", SHAPE))
+@pytest.fixture(scope="module", params=["qwen3-next", "falcon-h1", "nemotron-h", "kimi-linear"])
+def arch(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def other_model(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("model") / "other-hybrid", SHAPE, seed=1))
+def model(tmp_path_factory, arch):
+    return str(make_model(tmp_path_factory.mktemp("model") / arch, ModelShape(arch)))
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory, arch):
+    return str(make_model(tmp_path_factory.mktemp("model") / "other", ModelShape(arch), seed=1))
+
+
+@pytest.fixture(scope="module")
+def large_pages(arch):
+    """Options of workers with pages of more than one token, of a prefill and of a decode worker with the flag."""
+    return (EXTRA_BUFFER, EXTRA_BUFFER) if arch == "qwen3-next" else (["--disable-radix-cache"], [])
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +70,17 @@ def page(request):
     return request.param
 
 
-def with_states(clusters, model, backend, page):
-    """Decode 0 has the flag, decode 1 not; with larger pages than 1 in the strategy that overlaps steps."""
+def with_states(clusters, model, backend, page, large_pages=(EXTRA_BUFFER, EXTRA_BUFFER)):
+    """Decode 0 has the flag, decode 1 not; steps do not overlap with pages of 1."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page], *SLOTS]
-    extra = EXTRA_BUFFER if page > 1 else []
-    workers = {"prefill_args": extra, "decode": 2, "decode_args": [[FLAG, *extra], []]}
+    prefill, decode = large_pages if page > 1 else ([], ["--disable-overlap-schedule"])
+    workers = {"prefill_args": prefill, "decode": 2, "decode_args": [[FLAG, *decode], []]}
     return clusters.get(model, common_args=args, backend=backend, **workers)
 
 
 @pytest.fixture(scope="module")
-def cluster(clusters, model, truth, backend, page):
-    return with_states(clusters, model, backend, page)
+def cluster(clusters, model, truth, backend, page, large_pages):
+    return with_states(clusters, model, backend, page, large_pages)
 
 
 def test_a_full_hit_brings_the_state_and_no_kv(on, truth, page):  # noqa: F811
@@ -85,33 +97,43 @@ def test_a_full_hit_brings_the_state_and_no_kv(on, truth, page):  # noqa: F811
     assert kv == 0 and states > 0
 
 
-def test_a_host_tier_keeps_the_kv_and_prefill_sends_the_state(clusters, model, truth, backend, page):
-    extra = [*SLOTS, *(EXTRA_BUFFER if page > 1 else [])]
+def test_a_host_tier_keeps_the_kv_and_prefill_sends_the_state(clusters, model, truth, backend, page, large_pages):
+    prefill, decode = large_pages if page > 1 else ([], [])
     cluster = clusters.get(
         model,
         decode=1,
-        prefill_args=extra,
-        decode_args=[[*SMALL, *HOST, *extra]],
+        prefill_args=[*SLOTS, *prefill],
+        decode_args=[[*SMALL, *HOST, *SLOTS, *decode]],
         common_args=["--page-size", str(page), "--chunked-prefill-size", CHUNK[page]],
         backend=backend,
     )
     check(Pair(cluster), truth)
 
 
-def test_the_truth_is_what_transformers_says(truth, model):
+def test_the_truth_is_what_transformers_says(truth, model, arch):
     """The engine's layers on a CPU host against the reference's; and a state that is lost shows in the next token."""
+    if arch in ("nemotron-h", "kimi-linear"):
+        pytest.skip("transformers has no Kimi-Linear, and no MLP layers for Nemotron-H")
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    # Of a model that does not make one itself.
+    falcon = importlib.import_module("transformers.models.falcon_h1.modeling_falcon_h1")
 
     @torch.no_grad()
     def answer(ids: list[int], tokens: int, spoil: bool) -> list[int]:
-        out = reference(torch.tensor([ids]), use_cache=True)
-        found = [out.logits[0, -1].argmax().item()]
-        for state in out.past_key_values.recurrent_states if spoil else []:
+        cache = None
+        if arch == "falcon-h1":
+            devices = ["cpu"] * reference.config.num_hidden_layers
+            cache = falcon.FalconHybridMambaAttentionDynamicCache(reference.config, 1, torch.float32, devices)
+        out = reference(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache, found = out.past_key_values, [out.logits[0, -1].argmax().item()]
+        states = cache.ssm_states.values() if arch == "falcon-h1" else cache.recurrent_states
+        for state in states if spoil else []:
             if state is not None:
                 state.zero_()
         while len(found) < tokens:
-            out = reference(torch.tensor([found[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+            at = torch.tensor([len(ids) + len(found) - 1])
+            out = reference(torch.tensor([found[-1:]]), past_key_values=cache, use_cache=True, cache_position=at)
             found.append(out.logits[0, -1].argmax().item())
         return found
 
@@ -121,19 +143,20 @@ def test_the_truth_is_what_transformers_says(truth, model):
         assert answer(base_prompt(page), 2, spoil=True) != expected[:2]
 
 
-def small(clusters, model, backend, slots):
+def small(clusters, model, backend, slots, large_pages=(EXTRA_BUFFER, EXTRA_BUFFER)):
     """Decode 0 has the flag, decode 1 not; their pools hold about three of the six long answers, or as few states."""
+    prefill, decode = large_pages
     few = ["--num-reserved-decode-tokens", "16", *(["--max-total-tokens", "1024"] if slots is None else [])]
     few += ["--max-mamba-cache-size", str(slots), "--max-running-requests", str(slots)] if slots else []
     common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS]
-    workers = {"prefill_args": EXTRA_BUFFER, "decode": 2, "decode_args": [[*few, FLAG, *EXTRA_BUFFER], few]}
+    workers = {"prefill_args": prefill, "decode": 2, "decode_args": [[*few, FLAG, *decode], few]}
     return clusters.get(model, common_args=common, backend=backend, **workers)
 
 
 @pytest.mark.parametrize("slots", [None, 3], ids=["few pages", "few states"])
-def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend, slots):
+def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend, slots, large_pages):
     """Overlapped; the bare engine's scheduler ends when it has to retract, or has no slot for a state (row 32)."""
-    cluster = small(clusters, model, backend, slots)  # noqa: F811
+    cluster = small(clusters, model, backend, slots, large_pages)  # noqa: F811
     for decode in (0, 1):
         pair = Pair(cluster, decode=decode)
         assert conversations(pair, 6, 1, 5, 96) == truth["long"]
@@ -143,14 +166,18 @@ def test_answers_survive_eviction_and_retraction(clusters, model, truth, backend
         assert retracted or slots is not None, "the pool was not small enough for a retraction"
 
 
-def test_tensor_parallel_sizes(clusters, model, truth, backend):
+def test_tensor_parallel_sizes(clusters, model, truth, backend, large_pages, arch):
     """Equal sizes work. With different ones the handshake says why not: states are not cut."""
-    common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS, *EXTRA_BUFFER]
+    if arch == "falcon-h1":
+        # The engine adds up what its Mamba2 layers say on each rank, of which each is the sum.
+        truth = aggregated_answers(clusters, model, *TP2)
+    prefill, decode = large_pages
+    common = ["--page-size", "16", "--chunked-prefill-size", "64", *SLOTS]
     # In turn: the cluster has started when it is answered through the gateway, by which one prefill is of no use.
     options = {
         "prefill": 2,
-        "prefill_args": [[], TP2],
-        "decode_args": [FLAG, *TP2],
+        "prefill_args": [prefill, [*prefill, *TP2]],
+        "decode_args": [FLAG, *decode, *TP2],
         "router_args": ["--policy", "round_robin"],
     }
     options["common_args"] = common

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from sglang.srt.mem_cache.cache_support import FLAG, KINDS, SPECULATION, CacheKind, Refused, switch
 
-__all__ = ["LINEAR", "WINDOWS"]
+__all__ = ["LINEAR", "STATES", "WINDOWS"]
+
+#: Models with states that have been run. Others may keep theirs in another way.
+STATES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "FalconH1ForCausalLM",
+    "NemotronHForCausalLM",
+    "KimiLinearForCausalLM",
+)
 
 LINEAR = CacheKind(
-    "the same, linear attention of the kind of Qwen3-Next (GDN) in some layers",
+    "the same, linear attention (GDN, KDA) or Mamba2 in some layers",
     "DecodeRadixCache",
     (),
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.hybrid_support import LINEAR
+from sglang.srt.mem_cache.hybrid_support import LINEAR, STATES
 from sglang.srt.mem_cache.state_kind import StateKind
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ __all__ = ["StateSlots"]
 class StateSlots(StateKind):
     """A request gets its slot with its row of the table, see ``disaggregation/decode.py``."""
 
-    support, layers, word = LINEAR, "linear attention of the kind of Qwen3-Next (GDN)", "states"
+    support, word = LINEAR, "states"
+    layers = "linear attention (GDN of Qwen3-Next, KDA of Kimi-Linear), Mamba2 (of Falcon-H1, Nemotron-H)"
 
     @classmethod
     def is_of(cls, runner: Any) -> bool:
-        return runner.hybrid_gdn_config is not None
+        return runner.mambaish_config is not None and runner.model_config.hf_config.architectures[0] in STATES
 
     @classmethod
     def take_over(cls, engines: RadixCache, scheduler: Any) -> DecodeRadixCache:

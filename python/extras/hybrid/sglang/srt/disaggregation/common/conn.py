@@ -22,8 +22,8 @@ class CommonKVManager(engine.CommonKVManager):
     def not_cut(self) -> str | None:
         """Adds states.
 
-        NIXL has no message for a part of one. Mooncake cuts them in one dimension, which for GDN is wrong: a rank's
-        convolution has its queries, keys and values one after the other, each cut by TP.
+        NIXL has no message for a part of one. Mooncake cuts them in one dimension, which is wrong: a rank's convolution
+        has its queries, keys and values, or Mamba2's x, B and C, one after the other, each cut by TP.
         """
         return "states" if self.has_state else super().not_cut()
 
