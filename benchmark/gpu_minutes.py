@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host
 from sglang_pd_radix.tools.arguments import hidden
 from sglang_pd_radix.tools.bench import chart, command, compared, report, workload
-from sglang_pd_radix.tools.bench.deploy import AGGREGATED, OFF, ON, Deployment, Shape, Side, engine_options
+from sglang_pd_radix.tools.bench.deploy import AGGREGATED, OFF, ON, Deployment, Shape, Side, Variant, engine_options
 from sglang_pd_radix.tools.bench.measure import LoadGenerator, run_once
 from sglang_pd_radix.tools.bench.turns import WARM_UP_REQUESTS
 from sglang_pd_radix.tools.cluster import RADIX_FLAG, compared_on, gpu_count, option_value, with_defaults
@@ -72,11 +73,11 @@ class TimeUp(PdRadixError):
 
 @dataclass(frozen=True)
 class Step:
-    """A workload, and its part of the time of a set over the parts of those after it. level: requests at a time; 0 of a
-    chat, which has as many as clients."""
+    """A workload. seconds: about what a run takes. level: requests at a time; 0 of a chat, which has as many as
+    clients."""
 
     key: str
-    weight: float
+    seconds: float
     sizes: workload.Sizes
     level: int = 0
 
@@ -97,19 +98,28 @@ def steps(small: bool) -> tuple[Shape, list[Step]]:
     agents = {**command.QUICK["k"], "pause": 0.25} if small else dict(clients=16, turns=20)
     main, *levels = (32, 8, 2, 16) if small else (128, 32, 8, 64, 16)
 
-    def prefixes(level: int, weight: float) -> Step:
+    def prefixes(level: int) -> Step:
         requests = 5 * level if level == main else 80 if small else 320
         more = {**(command.QUICK["a"] if small else {}), **pools, "requests": requests, "concurrency": level}
-        return Step("a", weight, workload.SharedPrefixes(**{**more, "rounds": 1}), level)
+        return Step("a", 12, workload.SharedPrefixes(**{**more, "rounds": 1}), level)
 
     of_chat, of_agents = workload.Chat(**{**chat, **pools}), workload.Agents(**{**agents, **pools})
-    wanted = [Step("c", 2, of_chat), prefixes(main, 2), Step("k", 3, of_agents)]
-    return shape, [*wanted, *(prefixes(level, 1) for level in levels)]
+    return shape, [Step("c", 8, of_chat), prefixes(main), Step("k", 25, of_agents), *map(prefixes, levels)]
 
 
 def part_until(now: float, end: float, weights: Sequence[float]) -> float:
     """When the first of the parts is over that share the time until ``end``; what one leaves goes to those after it."""
     return now + max(0.0, end - now) * weights[0] / sum(weights)
+
+
+def step_until(now: float, end: float, needs: Sequence[float], least: float) -> float:
+    """When the first of the steps is over, which share the time until ``end`` with as many of the next as fit into it.
+
+    needs: seconds that each takes. least: of the first, without which it is not begun; then it is ``now``.
+    """
+    if end - now < least:
+        return now
+    return part_until(now, end, needs[: max(1, sum(total <= end - now for total in itertools.accumulate(needs)))])
 
 
 def shares_gpu(options: Sequence[str], gpus: int) -> bool:
@@ -254,20 +264,29 @@ class Minutes:
                 self.commands += [f"{number} {p.name}: {shlex.join(hidden(p.command))}" for p in processes]
                 info = deployment.info(deployment.variants[0])
                 self.setting |= {key: info[key] for key in ("device", "dtype", "page_size") if key in info}
-                for i, step in enumerate(wanted):
-                    until = part_until(time.monotonic(), self.until, [s.weight for s in wanted[i:]])
-                    self._ask(deployment, load, step, i % 2 == 1, until)
+                self.setting.setdefault("starts, s", []).append(round(time.monotonic() - began))
+                pace, of = 1.0, deployment.variants
+                for i in range(len(wanted)):
+                    # Whoever is compared first of all comes first, in turns.
+                    turns = [*reversed(of[:2]), *reversed(of[2:])] if i % 2 else of
+                    pace = self._ask(deployment, load, wanted[i:], turns, pace)
         finally:
             load.close()
 
-    def _ask(self, deployment: Deployment, load: LoadGenerator, step: Step, backwards: bool, until: float) -> None:
-        """One side after the other, the first in any case, while there is time for as long as one has taken."""
+    def _ask(
+        self, deployment: Deployment, load: LoadGenerator, wanted: Sequence[Step], turns: Sequence[Variant], pace: float
+    ) -> float:
+        """The first step of ``wanted``, one side after the other, while there is time for as long as one has taken.
+        Returns how many times as long that is as the step says; pace: how many it was before."""
+        step = wanted[0]
         asked = step.sizes.make(step.key, workload.Tokens(load.words, 0))
-        page_size, longest = self.setting["page_size"], 0.0
-        for variant in reversed(deployment.variants) if backwards else deployment.variants:
+        page_size, longest, begun, late = self.setting["page_size"], 0.0, time.monotonic(), []
+        for variant in turns:
             began, name = time.monotonic(), f"{step.name}, {variant.name}"
-            if longest and began + longest > until:
-                self.left_out.append(f"{name}: no time")
+            one = [pace * s.seconds for s in wanted]
+            until = step_until(begun, self.until, [len(turns) * seconds for seconds in one], len(turns[:2]) * one[0])
+            if began + longest >= until:
+                late.append(variant.name)
                 continue
             self._now(name)
             try:
@@ -281,6 +300,7 @@ class Minutes:
                 deployment.check()
                 continue
             longest = max(longest, time.monotonic() - began)
+            pace = longest / step.seconds
             self.failures += [f"{name}: {problem}" for problem in run.problems]
             first, texts = self.answers.setdefault(step.name, (variant.name, run.texts))
             row = {"variant": variant.name, "radix": variant.radix, "step": step.name, "level": step.level}
@@ -289,6 +309,8 @@ class Minutes:
             self.rows.append(row | {"figures": run.figures})
             self.show.done(f"{name}: {run.figures['requests_per_s']:.2f} requests/s")
             self.write()
+        self.left_out += [f"{step.name}: no time for {', '.join(late)}"] * bool(late)
+        return pace
 
     def _failed(self, what: str, error: Exception) -> None:
         self.failures.append(f"{what}: {error if isinstance(error, PdRadixError) else repr(error)}")
