@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import HTTPException
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import tokenizer_manager as engine
 from sglang.srt.managers.refused_answer import KEY, RefusedAnswer, RefusedAnswers
 from sglang.srt.server_args import ttft_option
@@ -25,6 +26,8 @@ class TokenizerManager(engine.TokenizerManager):
     def init_disaggregation(self) -> None:
         """Adds `RefusedAnswers` to the HTTP server of this process, if it has one."""
         super().init_disaggregation()
+        if self.disaggregation_mode != DisaggregationMode.DECODE:
+            return
         given = self.server_args.disaggregation_decode_ttft_target
         self.refuses = given is not None and ttft_option(given).refuses
         server: Any = sys.modules.get("sglang.srt.entrypoints.http_server")
