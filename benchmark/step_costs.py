@@ -31,12 +31,14 @@ SIDES: dict[str, list[str]] = {"off": [], "on": ["--disaggregation-decode-enable
 ROWS, RUN, WAIT, POOL, PAGE, LONG = 64, 32, 256, 1_400_000, 16, 10**6
 # Long prompts: what is held of each, what is not, and how many arrive.
 HELD, OWN, TOGETHER = 50_000, 4500, 24
+# The longest prompt, and the most tokens of a request.
+LENGTH, CONTEXT = 128_000, 150_000
 
 
 class StepWorker(Worker):
     """A real worker that is brought into a state. late: whether the prefill of those that come does not answer."""
 
-    late = False
+    late, turns = False, 0
     running = property(lambda self: len(self.scheduler.running_batch.reqs))
     waiting = property(lambda self: len(self.queue.queue))
     # Without the flag nobody does, nor without the extra prefix_order.
@@ -60,6 +62,19 @@ class StepWorker(Worker):
         self.late = True
         if self.follows or not self.queue.has_radix:
             self.add([LONG] * (WAIT + 1), shared=8192, own=32, prefixes=1)
+
+    def add_long(self) -> None:
+        """Prompts of `LENGTH` tokens in each queue: 4 run, 6 are in transfer, and others wait for memory."""
+        self.add([LONG] * 4, shared=0, own=LENGTH)
+        self.late = True
+        self.add([LONG] * TOGETHER, shared=0, own=LENGTH)
+
+    def next_turn(self, grows: int = 64) -> None:
+        """The next turn of a conversation arrives when the one before has ended: a tree path with a node for each."""
+        if all(req.finished() for req in self.live):
+            self.turns = self.turns + 1 if self.live else 0
+            self.live = []
+            self.add([2], shared=HELD + grows * self.turns, own=0, prefixes=1)
 
     def replace_ended(self) -> None:
         """One arrives for each that has ended."""
@@ -121,6 +136,7 @@ STATES = {
         lambda w: w.add([LONG] * 2 * RUN, own=POOL // RUN - 1024 - PAGE), lambda w: w.running == RUN == w.waiting
     ),
     "no row": State(lambda w: w.add([LONG] * 2 * ROWS), lambda w: w.running == ROWS == w.waiting),
+    "long prompts": State(lambda w: w.add_long(), lambda w: w.running == 4 and w.waiting > 8),
     "following": State(lambda w: w.follow([LONG] * RUN), lambda w: w.waiting == WAIT or not w.follows),
     "ends": State(lambda w: w.follow(range(1, 61)), lambda w: w.waiting == WAIT or not w.follows, warm=2),
     "turnover": State(
@@ -138,6 +154,11 @@ STATES = {
         lambda w, step: w.add([] if step else [4] * TOGETHER, HELD, OWN),
         steps=8,
     ),
+    "first turns": State(lambda w: w.next_turn(), lambda w: True, lambda w, step: w.next_turn(), warm=16),
+    # At the end, hundreds are on one path.
+    "late turns": State(
+        lambda w: w.next_turn(), lambda w: not 0 < w.turns < 300, lambda w, step: w.next_turn(), warm=1500
+    ),
     "one token": State(
         lambda w: w.add([LONG] * 4),
         lambda w: w.running == 4,
@@ -150,11 +171,11 @@ STATES = {
 def make_worker(side: str) -> StepWorker:
     """The worker of this process: there is one in each, as the engine's groups of ranks are the process's own."""
     shape = ModelShape(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=64)
-    model, length = Path(make_model(Path(tempfile.mkdtemp()) / "model", shape)), 2 * HELD
+    model = Path(make_model(Path(tempfile.mkdtemp()) / "model", shape))
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": length}))
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     line = f"--model-path {model} --device cpu --dtype float32 --max-total-tokens {POOL} --page-size {PAGE}"
-    line += f" --max-running-requests {ROWS} --context-length {length}"
+    line += f" --max-running-requests {ROWS} --context-length {CONTEXT}"
     line += " --disaggregation-mode decode --disaggregation-transfer-backend nixl"
     return StepWorker([*line.split(), *SIDES[side]])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import alloc_token_slots, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
@@ -31,6 +34,11 @@ from sim.workload import SPAN, Request, Workload
 # What the engine frees for each other request when it retracts one.
 RETRACT_STEPS = 20
 UNIQUE = itertools.count(1)
+
+
+def _tree(policy: str, params: CacheInitParams) -> DecodeRadixCache:
+    """The tree, with this --radix-eviction-policy."""
+    return DecodeRadixCache(dataclasses.replace(params, eviction_policy=policy))
 
 
 class Step(NamedTuple):
@@ -164,7 +172,7 @@ class SimulatedDecode(DecodeWorker):
             max_len=-(-longest // workload.scale) + workload.page,
             reserved=-(-workload.reserve // workload.scale),
             queue_type=SimulatedQueue,
-            tree_type=ChunkCache if off else DecodeRadixCache,
+            tree_type=ChunkCache if off else functools.partial(_tree, options.get("radix_eviction_policy", "lru")),
             options=options,
         )
         self.queue.worker = self

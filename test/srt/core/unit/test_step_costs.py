@@ -15,8 +15,8 @@ from ranks import assert_same
 pytestmark = pytest.mark.timeout(400)
 Steps = list[dict[str, dict[str, int]]]
 TOUCHES = ("waits", "copies", "launches", "collectives", "walks")
-UNCHANGED = ["idle", "no memory", "no row", "following"]
-CHANGING = ["ends", "turnover", "turnover without a row", "together", "one token"]
+UNCHANGED = ["idle", "no memory", "no row", "following", "long prompts"]
+CHANGING = ["ends", "turnover", "turnover without a row", "together", "one token", "first turns", "late turns"]
 # Long prompts that arrive in one step; see `benchmark/step_costs.py`, which a process of its own imports: its worker
 # sets the environment of all that is imported after it.
 TOGETHER = 24
@@ -101,6 +101,15 @@ def test_an_admission_is_no_more_than_the_engines(counted, state):
 def test_no_step_does_more_than_it_must(counted, state, kind, part, most):
     steps = counted["on"][state]
     assert max(seen(steps, kind, part=part)) <= most, f"{seen(steps, kind, part=part)}, {told(steps, kind)}"
+
+
+@pytest.mark.parametrize("kind", ["waits", "copies", "launches", "walks", "calls"])
+def test_a_turn_takes_no_more_behind_hundreds_on_its_path(counted, kind):
+    """But for what the engine calls for each node of a path that it locks."""
+    locked = "_update_leaf_status"
+    both = [counted["on"][f"{when} turns"] for when in ("first", "late")]
+    first, late = (sum(seen(steps, kind)) - sum(seen(steps, kind, part=locked)) for steps in both)
+    assert late <= 1.1 * first, f"first {first}, {told(counted['on']['late turns'], kind)}"
 
 
 # ---- two TP ranks ----

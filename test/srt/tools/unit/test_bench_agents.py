@@ -104,7 +104,7 @@ def test_early_turns_and_late_ones_are_told_apart_and_who_computed_them():
     def turn(ttft):
         return [asked.Asked([1], 2, "x", 0.0, ttft, ttft + 1, [1.0])] * 5
 
-    turns = [turn(9.0), *[turn(1.0)] * 9, *[turn(3.0)] * 30]
+    turns = [turn(9.0) * 10, *[turn(1.0)] * 9, *[turn(3.0)] * 30]
     rounds = [{"computed_requests": n} for n in (5, *[4] * 39)]
     figures = measure.figures_of_turns(turns, rounds)
     assert (figures["first_ttft_p50_s"], figures["early_ttft_p50_s"], figures["late_ttft_p50_s"]) == (9, 1, 3)
