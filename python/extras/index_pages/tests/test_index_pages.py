@@ -9,7 +9,9 @@ import test_mooncake_wire as mooncake
 import test_nixl_wire as nixl
 import torch
 from decode_world import Receiver, World, kv_of
+from engine_classes import engine_class
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.mem_cache.index_pages import IndexPages
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NSATokenToKVPool
 
@@ -128,6 +130,16 @@ def test_fp8_layout_is_copied_byte_for_byte():
     assert pool.kv_buffer[0][slots + 64].equal(pool.kv_buffer[0][slots])
 
 
+def nixl_world(monkeypatch, ours: list[int], theirs: list[int] | None) -> nixl.World:
+    """Prefill has index pages ``ours`` of the prompt, and decode asks for ``theirs``."""
+    world = nixl.World(monkeypatch, windows=(ours, theirs), state_type="nsa")
+    for rank in world.decode:
+        rank.manager.prefills.capabilities[nixl.ADDR] = Capabilities(version=1, others={"index_pages": 1})
+    if not theirs:
+        world.states = None
+    return world
+
+
 # Prompt and prefix in tokens: nothing held, a hit in part with a partly filled page, a full hit.
 PROMPTS = [(26, 0), (26, 8), (24, 24)]
 
@@ -136,9 +148,7 @@ PROMPTS = [(26, 0), (26, 8), (24, 24)]
 def test_nixl_sends_the_index_pages_of_the_delta(monkeypatch, prompt_len, prefix_len):
     num_pages, first = -(-prompt_len // nixl.PAGE), prefix_len // nixl.PAGE
     theirs = list(range(40, 40 + num_pages - first))
-    world = nixl.World(monkeypatch, windows=(list(range(num_pages)), theirs or None), state_type="nsa")
-    if not theirs:
-        world.states = None
+    world = nixl_world(monkeypatch, list(range(num_pages)), theirs or None)
     counted = world.prefill[0].manager.events = mooncake.Counters()
     request = world.request(7, prompt_len, prefix_len).bootstrap()
     request.send()
@@ -188,7 +198,7 @@ def test_mooncake_sends_the_index_pages_of_the_delta(monkeypatch, prompt_len, pr
 
 
 def test_more_index_pages_than_the_prompt_has_are_refused(monkeypatch):
-    world = nixl.World(monkeypatch, windows=([0, 1], [40, 41, 42]), state_type="nsa")
+    world = nixl_world(monkeypatch, [0, 1], [40, 41, 42])
     request = world.request(7).bootstrap()
     request.send()
     request.assert_fails("transfer over NIXL failed")
@@ -196,7 +206,34 @@ def test_more_index_pages_than_the_prompt_has_are_refused(monkeypatch):
 
 def test_without_this_extra_prefill_refuses_them_with_a_reason(monkeypatch):
     core = [one for one in common.CommonKVManager.__mro__ if "unfit" in vars(one)][-1]
-    world = nixl.World(monkeypatch, windows=([0], [40]), state_type="nsa")
+    world = nixl_world(monkeypatch, [0], [40])
     monkeypatch.setattr(common.CommonKVManager, "unfit", core.unfit)
     request = world.request(7).start_prefill().start_decode().ask()
     request.assert_fails("keeps more than KV")
+
+
+def test_a_prefill_of_an_earlier_release_is_asked_for_the_whole_prompt(monkeypatch):
+    """It would send all index pages, also where decode asks for those of the delta."""
+    world = nixl_world(monkeypatch, [0], [40])
+    manager = world.decode[0].manager
+    receiver = nixl.NixlKVReceiver(manager, nixl.ADDR, 7)
+    assert receiver.peer_takes_prefix
+    manager.prefills.capabilities[nixl.ADDR] = Capabilities(version=1)
+    assert not receiver.peer_takes_prefix
+    manager.kv_args.state_type = "none"
+    assert receiver.peer_takes_prefix
+
+
+def test_without_the_flag_mooncake_cuts_nothing(monkeypatch):
+    """As in the engine, decode that asks for fewer pages than the prompt has gets no success."""
+    world = mooncake.World(monkeypatch, mla=True, windows=(list(range(7)), [2, 3, 4, 5, 6]), state_type="nsa")
+    sent = []
+    engines = engine_class(mooncake.MooncakeKVManager)
+    monkeypatch.setattr(
+        engines, "maybe_send_extra", lambda manager, req, pages, *args, **kwargs: sent.append(pages) or 0
+    )
+    request = world.request(7, 28, None).bootstrap()
+    request.send()
+    mooncake.until(lambda: sent, "index pages are sent")
+    assert list(sent[0]) == list(range(7))
+    world.close()

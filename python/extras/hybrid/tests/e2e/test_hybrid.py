@@ -71,9 +71,9 @@ def page(request):
 
 
 def with_states(clusters, model, backend, page, large_pages=(EXTRA_BUFFER, EXTRA_BUFFER)):
-    """Decode 0 has the flag, decode 1 not; steps do not overlap with pages of 1."""
+    """Decode 0 has the flag, decode 1 not."""
     args = ["--page-size", str(page), "--chunked-prefill-size", CHUNK[page], *SLOTS]
-    prefill, decode = large_pages if page > 1 else ([], ["--disable-overlap-schedule"])
+    prefill, decode = large_pages if page > 1 else ([], [])
     workers = {"prefill_args": prefill, "decode": 2, "decode_args": [[FLAG, *decode], []]}
     return clusters.get(model, common_args=args, backend=backend, **workers)
 

@@ -9,8 +9,6 @@ import time
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
-from sglang.srt.disaggregation.common.rooms import remember
-
 __all__ = ["RoomNotes", "is_room"]
 
 # Rooms of which something is remembered, in each book; and seconds for which it is, of one that the other worker
@@ -37,6 +35,9 @@ class RoomNotes(Generic[Note]):
 
     def note(self, room: int | str, note: Note) -> None:
         """Remember it. The oldest is forgotten first."""
+        # The package loads the overlays of its managers, which load this.
+        from sglang.srt.disaggregation.common.rooms import remember
+
         remember(self._notes, room, (note, time.monotonic() + self._seconds), MOST)
 
     def of(self, room: int | str | None) -> Note | None:

@@ -19,6 +19,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     """Sends the index pages of the delta."""
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
-        """Leaves out what decode holds."""
-        ours = self.index_pages_of_delta(prefill_state_indices, len(req.dst_state_indices))
+        """Leaves out what decode holds. Without the flag it holds nothing."""
+        ours = prefill_state_indices
+        if req.names_prefix:
+            ours = self.index_pages_of_delta(ours, len(req.dst_state_indices))
         return super().maybe_send_extra(req, ours, *args, **kwargs)
