@@ -110,6 +110,20 @@ def test_a_burst_after_little_to_do_is_not_judged_by_that(clock):
         refusal.joined(arrival, 0)
 
 
+def test_one_long_prompt_is_not_the_pace_of_those_behind_it(clock):
+    refusal = TtftRefusal(TtftTarget(0.5))
+    for arrival in range(RECENT):
+        refusal.joined(arrival, 0)
+        refusal.admitted(arrival)
+        clock.now += 6.0 if arrival == 40 else 0.1
+        refusal.first_token()
+        refusal.left(arrival)
+    refusal.take(refusal.own())
+    refusal.joined(RECENT, 0)
+    assert refusal.refuses(0) is None
+    assert refusal.expected_s(0) == pytest.approx(2 * (0.1 * (RECENT - 1) + 0.4) / RECENT, rel=1e-4)
+
+
 def overloaded(refusal: TtftRefusal, clock: Any, waiting: int, seconds: float) -> None:
     """So many wait while each second so many first tokens come; they all stay."""
     for arrival in range(waiting + RECENT):
@@ -150,7 +164,7 @@ def test_when_to_come_again(clock):
     end = refusal.refuses(0)
     assert end is not None and end.to_json() == {
         "type": "abort",
-        "message": "this worker is overloaded: a first token is expected in 6.1 s, its target is 2 s",
+        "message": "this worker is overloaded: a first token is expected in 6.1 s, more than 0.75 of the target of 2 s",
         "status_code": 503,
         "err_type": "ServiceUnavailable",
         "retry_after": 5,

@@ -78,6 +78,8 @@ class ServerArgs(engine.ServerArgs):
                 more = ", or with ,refuse behind them" if name == "ttft" else ""
                 said = given if isinstance(given, str) else f"{given:g}"
                 raise ValueError(f"{option} is {said}: give milliseconds, above 0 and at most {MOST_MS:g}{more}.")
+            if name == "ttft" and not refuses:
+                self.disaggregation_decode_ttft_target = target_ms
             if refuses and "failure_reports" not in loader.extras():
                 raise ValueError(f"{option} {given} needs the extra failure_reports, which tells prefill.")
         super()._handle_pd_disaggregation()

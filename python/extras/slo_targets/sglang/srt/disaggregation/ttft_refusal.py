@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter, OrderedDict, deque
 from http import HTTPStatus
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Measured
@@ -32,6 +33,9 @@ PART = 0.75
 # Times the requests that waited when it was measured: with more, first tokens may come faster. So nobody is refused
 # while first tokens take less than half of the target.
 REACH = 1.5
+# Times the median: what one span adds for each of its first tokens is bounded by that, as a single long prompt or a
+# pause of the worker says little of the requests behind it.
+LONG = 4.0
 
 
 class FINISH_REFUSED(FINISH_ABORT):
@@ -125,7 +129,15 @@ class TtftRefusal:
         if came < ENOUGH:
             return [0, 0]
         waited = sum(one[1] * one[2] for one in self._spans)
-        return [round(1e6 * sum(one[0] for one in self._spans) / came), round(REACH * waited / came)]
+        most = LONG * self._median_s(came)
+        seconds = sum(min(one[0], one[1] * most) for one in self._spans)
+        return [round(1e6 * seconds / came), round(REACH * waited / came)]
+
+    def _median_s(self, came: int) -> float:
+        """Seconds between two first tokens: of at least half of the ``came`` tokens it is no more."""
+        paces = sorted((one[0] / one[1], one[1]) for one in self._spans)
+        behind = accumulate(tokens for _, tokens in paces)
+        return next(pace for (pace, _), n in zip(paces, behind, strict=True) if 2 * n >= came)
 
     def take(self, figures: list[int]) -> None:
         """All ranks go by these."""
@@ -155,7 +167,10 @@ class TtftRefusal:
         if self._counters is not None:
             self._counters.ttft_refused()
         seconds = max(1, math.ceil(expected - target))
-        reason = f"this worker is overloaded: a first token is expected in {expected:.1f} s, its target is {target:g} s"
+        reason = (
+            f"this worker is overloaded: a first token is expected in {expected:.1f} s, more than {PART:g} of the "
+            f"target of {target:g} s"
+        )
         return FINISH_REFUSED(reason, seconds)
 
     def state(self) -> dict[str, Any]:
