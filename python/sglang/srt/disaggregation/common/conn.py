@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 from sglang.srt.disaggregation.base import KVPoll
@@ -137,11 +136,8 @@ class CommonKVManager(engine.CommonKVManager):
 
     def unfit(self, name: str) -> str | None:
         """Why this prefill rank cannot write to the named decode rank; None if it can."""
-        return (
-            "this prefill keeps more than KV, and runs without the extra for such models"
-            if self.has_state
-            else None
-        )
+        why = "this prefill keeps more than KV, and runs without the extra for such models"
+        return why if self.has_state else None
 
     def _resolve_rank_mapping(self, info) -> None:
         """Adds, with a radix cache, a check that KV can be sliced if prefill's TP size differs."""
@@ -220,9 +216,8 @@ class CommonKVManager(engine.CommonKVManager):
         status = self.request_status.get(bootstrap_room)
         if status is not None:
             return status
-        super().record_failure(
-            bootstrap_room, f"another request of this bootstrap_room has ended; {OWN_ROOM}"
-        )
+        reason = f"another request of this bootstrap_room has ended; {OWN_ROOM}"
+        super().record_failure(bootstrap_room, reason)
         return KVPoll.Failed
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
@@ -298,23 +293,19 @@ class CommonKVManager(engine.CommonKVManager):
         self.events.sent(self.kv_args, theirs, sent_pages, saved_pages, runs, states)
 
     def answers(
-        self,
-        room: int,
-        infos: Sequence,
-        kv_indices: npt.NDArray[np.int32],
-        first_page: int,
-        is_last: bool,
+        self, room: int, infos: Sequence, kv_indices: npt.NDArray, first_page: int, is_last: bool
     ) -> dict[bytes, str]:
         """The answers to send with a chunk, by tag of the part, see `MessagePart`.
 
         infos: of decode ranks that this rank sends to. Raises ValueError.
         """
-        found: dict[bytes, str] = {}
-        for part in hooks.parts():
-            if part.answer is not None and any(part.tag in info.parts for info in infos):
-                answer = part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
-                found |= {} if answer is None else {part.tag: answer}
-        return found
+        tags = {tag for info in infos for tag in info.parts}
+        found = {
+            part.tag: part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
+            for part in hooks.parts()
+            if part.answer is not None and part.tag in tags
+        }
+        return {tag: answer for tag, answer in found.items() if answer is not None}
 
 
 class CommonKVSender(DeltaSender, engine.CommonKVSender):

@@ -65,6 +65,18 @@ def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> st
     )
 
 
+def _quarantine_s(receiver: DeltaReceiver) -> float:
+    """Seconds after which prefill begins no write for a cancelled request, even unanswered.
+
+    It is the timeout that prefill reported when asked, as another prefill may have its address by
+    now, and at least this worker's own.
+    """
+    manager = receiver.kv_mgr
+    # Only another rank has asked prefill: use what prefill reports now.
+    wait_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
+    return max(manager.waiting_timeout, wait_s)
+
+
 # Placeholder: `conn.py` puts the engine's class behind this one.
 Base: Any = object
 
@@ -85,6 +97,7 @@ class DeltaReceiver(Base):
     required_prefill_response_num = 0
     # The frames by which prefill compares the request's prompt with its own, if it does.
     prompt: tuple[bytes, ...] = ()
+    quarantine_s = property(_quarantine_s)
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
         """Notes its creation time, and removes what an earlier request left in the room."""
@@ -165,18 +178,6 @@ class DeltaReceiver(Base):
     def failure_exception(self) -> None:
         """Replaces the engine's, which does not report the cause."""
         raise RuntimeError(self.kv_mgr.take_reason(self.bootstrap_room))
-
-    @property
-    def quarantine_s(self) -> float:
-        """Seconds after which prefill begins no write for a cancelled request, even unanswered.
-
-        It is the timeout that prefill reported when asked, as another prefill may have its address
-        by now, and at least this worker's own.
-        """
-        manager = self.kv_mgr
-        # Only another rank has asked prefill: use what prefill reports now.
-        wait_s = self.state.writes_s or manager.prefills.of(self.bootstrap_addr).waiting_timeout
-        return max(manager.waiting_timeout, wait_s)
 
     @property
     def peer_takes_prefix(self) -> bool:
