@@ -206,7 +206,8 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
     """One of another width: beside hidden states that all requests of a step have left, the engine cannot put those of
     the next. And one that is part of another model, wherever it lies."""
     monkeypatch.setattr(EngineScheduler, "init_cache_with_memory_pool", lambda self: None)
-    monkeypatch.setattr(DecodeRadixCache, "take_over", lambda cache: "the decode tree")
+    tree = SimpleNamespace()
+    monkeypatch.setattr(DecodeRadixCache, "take_over", lambda cache: tree)
 
     def runner(hidden_size: int, architecture: str) -> SimpleNamespace:
         hf = SimpleNamespace(architectures=[architecture])
@@ -232,11 +233,11 @@ def test_a_draft_is_taken_for_what_it_is(monkeypatch, overlap):
         with pytest.raises(ValueError, match=rf"part of a model \(MTP\).*{part}"):
             start(256, part)
     start(256, "LlamaForCausalLMEagle3")
-    assert scheduler.tree_cache == "the decode tree"
+    assert scheduler.tree_cache is tree
     # In the model itself, which one it may be has been looked at with the options.
     scheduler.server_args.speculative_draft_model_path = "target"
     start(256, "Qwen3NextForCausalLMMTP")
-    assert scheduler.tree_cache == "the decode tree"
+    assert scheduler.tree_cache is tree
 
 
 def test_drafts_are_compared_by_what_they_are(tmp_path):
