@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["FINISH_REFUSED", "RefusalHooks", "TtftRefusal"]
 
 # First tokens without which nobody is refused, and of which the mean time is taken.
-ENOUGH, RECENT = 32, 64
+ENOUGH, RECENT = 16, 64
 # Of the target: a request is refused if it is expected to take longer. Of those expected at the target half are late.
 PART = 0.75
 # Times the requests that waited when it was measured: with more, first tokens may come faster. So nobody is refused
@@ -118,7 +118,9 @@ class TtftRefusal:
 
     def _end_span(self) -> None:
         if self._came:
-            self._spans.append((time.monotonic() - self._began, self._came, self._waited))
+            # As long as less than half as many waited, first tokens may have come more slowly.
+            spans = [span for span in self._spans if 2 * span[2] >= self._waited]
+            self._spans = deque([*spans, (time.monotonic() - self._began, self._came, self._waited)])
             while sum(came for _, came, _ in self._spans) - self._spans[0][1] >= RECENT:
                 self._spans.popleft()
         self._begin_span()
@@ -128,10 +130,9 @@ class TtftRefusal:
         came = sum(one[1] for one in self._spans)
         if came < ENOUGH:
             return [0, 0]
-        waited = sum(one[1] * one[2] for one in self._spans)
         most = LONG * self._median_s(came)
         seconds = sum(min(one[0], one[1] * most) for one in self._spans)
-        return [round(1e6 * seconds / came), round(REACH * waited / came)]
+        return [round(1e6 * seconds / came), round(REACH * self._spans[-1][2])]
 
     def _median_s(self, came: int) -> float:
         """Seconds between two first tokens: of at least half of the ``came`` tokens it is no more."""
