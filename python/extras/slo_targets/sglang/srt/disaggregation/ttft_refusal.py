@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["FINISH_REFUSED", "RefusalHooks", "TtftRefusal"]
 
 # First tokens without which nobody is refused, and of which the mean time is taken.
-ENOUGH, RECENT = 32, 64
+ENOUGH, RECENT = 16, 64
 # Of the target: a request is refused if it is expected to take longer. Of those expected at the target half are late.
 PART = 0.75
 # Times the requests that waited when it was measured: with more, first tokens may come faster. So nobody is refused
@@ -56,8 +57,14 @@ class TtftRefusal:
 
     width = 2
 
-    def __init__(self, target: TtftTarget, counters: TargetMetrics | None = None):
-        self._target, self._counters = target, counters
+    def __init__(
+        self,
+        target: TtftTarget,
+        counters: TargetMetrics | None = None,
+        ready: Callable[[], int] = lambda: 0,
+    ):
+        """ready: requests whose KV is here, and that wait until fewer run; the same on all ranks."""
+        self._target, self._counters, self._ready = target, counters, ready
         # Requests without memory, by arrival: the priority of those in time, and which are late. Those with memory.
         self._in_time: OrderedDict[int, int] = OrderedDict()
         self._by_priority: Counter[int] = Counter()
@@ -110,11 +117,14 @@ class TtftRefusal:
     # ---- the time between two first tokens ----
 
     def _begin_span(self) -> None:
-        self._began, self._waited, self._came = time.monotonic(), self._waiting(), 0
+        waiting = self._waiting()
+        self._began, self._waited, self._came = time.monotonic(), waiting and waiting + self._ready(), 0
 
     def _end_span(self) -> None:
         if self._came:
-            self._spans.append((time.monotonic() - self._began, self._came, self._waited))
+            # As long as less than half as many waited, first tokens may have come more slowly.
+            spans = [span for span in self._spans if 2 * span[2] >= self._waited]
+            self._spans = deque([*spans, (time.monotonic() - self._began, self._came, self._waited)])
             while sum(came for _, came, _ in self._spans) - self._spans[0][1] >= RECENT:
                 self._spans.popleft()
         self._begin_span()
@@ -124,8 +134,7 @@ class TtftRefusal:
         came = sum(one[1] for one in self._spans)
         if came < ENOUGH:
             return [0, 0]
-        waited = sum(one[1] * one[2] for one in self._spans)
-        return [round(1e6 * sum(one[0] for one in self._spans) / came), round(REACH * waited / came)]
+        return [round(1e6 * sum(one[0] for one in self._spans) / came), round(REACH * self._spans[-1][2])]
 
     def take(self, figures: list[int]) -> None:
         """All ranks go by these."""
@@ -139,7 +148,8 @@ class TtftRefusal:
         while self._in_time and (first := next(iter(self._in_time))) < late_before:
             self._leave_queue(first)
             self._late.add(first)
-        before = len(self._admitted) + sum(n for other, n in self._by_priority.items() if other <= priority)
+        before = self._ready() + len(self._admitted)
+        before += sum(n for other, n in self._by_priority.items() if other <= priority)
         if not before:
             return 0.0
         # One of the late ones has every fourth place.
@@ -175,7 +185,8 @@ class RefusalHooks(DecodeHooks):
         args, target = queue.scheduler.server_args, queue.ttft_target
         if target is None or not ttft_option(args.disaggregation_decode_ttft_target).refuses:
             return None
-        queue.ttft_refusal = TtftRefusal(target, TargetMetrics.get(args))
+        ready = lambda: len(queue.scheduler.waiting_queue)  # noqa: E731
+        queue.ttft_refusal = TtftRefusal(target, TargetMetrics.get(args), ready)
         return cls(queue.ttft_refusal)
 
     def measured(self) -> Measured:
