@@ -158,6 +158,16 @@ def test_what_is_late_does_not_count_but_for_its_turns(clock):
     assert refusal.expected_s(0) == 0
 
 
+def test_those_count_whose_kv_waits_for_a_place_to_decode(clock):
+    world = World(options=REFUSE)
+    refusal = world.transfer.ttft_refusal
+    overloaded(refusal, clock, 10, 0.1)
+    world.scheduler.waiting_queue = [object()] * 5
+    assert refusal.expected_s(0) == pytest.approx(1.5 * 10 * 0.1)
+    overloaded(refusal, clock, 10, 0.1)
+    assert refusal.expected_s(0) == pytest.approx((10 + 10 + 5 + 1) * 0.1)
+
+
 def test_when_to_come_again(clock):
     refusal = TtftRefusal(TtftTarget(TARGET_S))
     overloaded(refusal, clock, 60, 0.1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from http import HTTPStatus
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,14 @@ class TtftRefusal:
 
     width = 2
 
-    def __init__(self, target: TtftTarget, counters: TargetMetrics | None = None):
-        self._target, self._counters = target, counters
+    def __init__(
+        self,
+        target: TtftTarget,
+        counters: TargetMetrics | None = None,
+        ready: Callable[[], int] = lambda: 0,
+    ):
+        """ready: requests whose KV is here, and that wait until fewer run; the same on all ranks."""
+        self._target, self._counters, self._ready = target, counters, ready
         # Requests without memory, by arrival: the priority of those in time, and which are late. Those with memory.
         self._in_time: OrderedDict[int, int] = OrderedDict()
         self._by_priority: Counter[int] = Counter()
@@ -114,7 +121,8 @@ class TtftRefusal:
     # ---- the time between two first tokens ----
 
     def _begin_span(self) -> None:
-        self._began, self._waited, self._came = time.monotonic(), self._waiting(), 0
+        waiting = self._waiting()
+        self._began, self._waited, self._came = time.monotonic(), waiting and waiting + self._ready(), 0
 
     def _end_span(self) -> None:
         if self._came:
@@ -152,7 +160,8 @@ class TtftRefusal:
         while self._in_time and (first := next(iter(self._in_time))) < late_before:
             self._leave_queue(first)
             self._late.add(first)
-        before = len(self._admitted) + sum(n for other, n in self._by_priority.items() if other <= priority)
+        before = self._ready() + len(self._admitted)
+        before += sum(n for other, n in self._by_priority.items() if other <= priority)
         if not before:
             return 0.0
         # One of the late ones has every fourth place.
@@ -191,7 +200,8 @@ class RefusalHooks(DecodeHooks):
         args, target = queue.scheduler.server_args, queue.ttft_target
         if target is None or not ttft_option(args.disaggregation_decode_ttft_target).refuses:
             return None
-        queue.ttft_refusal = TtftRefusal(target, TargetMetrics.get(args))
+        ready = lambda: len(queue.scheduler.waiting_queue)  # noqa: E731
+        queue.ttft_refusal = TtftRefusal(target, TargetMetrics.get(args), ready)
         return cls(queue.ttft_refusal)
 
     def measured(self) -> Measured:
