@@ -37,6 +37,8 @@ REACH = 1.5
 # Times the median: what one span adds for each of its first tokens is bounded by that, as a single long prompt or a
 # pause of the worker says little of the requests behind it.
 LONG = 4.0
+# First tokens that come within this time have come in one step, and took what the first of them took.
+ONE_STEP_S = 0.001
 
 
 class FINISH_REFUSED(FINISH_ABORT):
@@ -126,9 +128,12 @@ class TtftRefusal:
 
     def _end_span(self) -> None:
         if self._came:
+            span = time.monotonic() - self._began, self._came, self._waited
+            if self._spans and span[0] < ONE_STEP_S:
+                seconds, came, waited = self._spans.pop()
+                span = seconds + span[0], came + span[1], waited
             # As long as less than half as many waited, first tokens may have come more slowly.
-            spans = [span for span in self._spans if 2 * span[2] >= self._waited]
-            self._spans = deque([*spans, (time.monotonic() - self._began, self._came, self._waited)])
+            self._spans = deque([*(one for one in self._spans if 2 * one[2] >= span[2]), span])
             while sum(came for _, came, _ in self._spans) - self._spans[0][1] >= RECENT:
                 self._spans.popleft()
         self._begin_span()
