@@ -42,14 +42,9 @@ for kind in kinds_with("linear attention"):
             (_host_tier("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),),
         ),
     )
+STORAGE = _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None)
 for kind in kinds_with("sliding windows"):
-    replace(
-        kind,
-        OPTION,
-        switch(OPTION),
-        _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None),
-    )
+    replace(kind, OPTION, switch(OPTION), STORAGE)
 # The engine's storages get no index keys.
-STORED = _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None)
 for kind in kinds_with("sparse attention"):
-    replace(kind, OPTION, STORED)
+    replace(kind, OPTION, STORAGE)
