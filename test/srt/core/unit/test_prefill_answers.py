@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import threading
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -294,10 +295,17 @@ def test_one_whose_context_parallel_ranks_send_otherwise_is_of_no_use(monkeypatc
     assert ask(404, b"no such route")[0] == 0
 
 
+def hold(held: list, work: Any) -> Future:
+    """Have the test do ``work`` when it likes."""
+    future: Future = Future()
+    held.append(lambda: future.set_result(work()))
+    return future
+
+
 def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
     """Each request that waits for it has it asked in each step."""
     asked = []
-    monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: asked.append(work))
+    monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: hold(asked, work))
     monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: None)
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(prefill_peers, "time", clock)
@@ -325,19 +333,19 @@ class Strangers:
         self.shakes: set[str] = set()
         self.asked: list[str] = []
         # Questions that are under way.
-        self.held: dict[str, Any] = {}
+        self.held: list[Any] = []
         self.holds: set[str] = set()
         monkeypatch.setattr(prefill_peers, "time", self.clock)
         monkeypatch.setattr(prefill_peers, "MOST_ASKED", 8)
-        monkeypatch.setattr(prefill_peers, "in_background", lambda work, name: self._ask(work))
+        monkeypatch.setattr(prefill_peers, "in_background", self._ask)
         monkeypatch.setattr(PrefillPeers, "ask_for_prefix", self._answer)
         self.peers = PrefillPeers(lambda: None, lambda addr: None, self._shake)
 
-    def _ask(self, work: Any) -> None:
-        if self.asking in self.holds:
-            self.held[self.asking] = work
-        else:
-            work()
+    def _ask(self, work: Any, name: str) -> Future:
+        future = hold(self.held, work)
+        if self.asking not in self.holds:
+            self.held.pop()()
+        return future
 
     def _answer(self, addr: str) -> int | None:
         self.asked.append(addr)
@@ -395,7 +403,7 @@ def test_an_address_that_is_being_asked_is_not_forgotten(monkeypatch):
         world.clock.now += prefill_peers.FORGOTTEN_S
         world.query(f"127.0.0.3:{port}")
         if port == 20:
-            world.held["127.0.0.2:5"]()
+            world.held.pop()()
             assert "127.0.0.2:5" in world.peers._unusable
     assert "127.0.0.2:5" not in world.peers._unusable
     assert max(world.books.values()) <= prefill_peers.MOST_ASKED, world.books

@@ -13,9 +13,9 @@ import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 from engine_classes import engine_class
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import delta_receiver, handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
-from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers
+from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
 from waiting import until
@@ -66,7 +66,7 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
     asked: list[str] = []
     monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: asked.append(addr))
     peers = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
-    answers, connections = RankAnswers(), Connections()
+    answers = RankAnswers()
 
     def ask() -> dict[str, int]:
         peers.query("127.0.0.1:1")
@@ -74,9 +74,8 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
 
     with no_threads():
         assert ask() == {} and not asked
-        attempt = connections.start("127.0.0.1:1", 0, lambda: None)
-        # Those that wait for it fail, and no others.
-        assert attempt.over and attempt.reason == "can't start new thread"
+        # Requests that wait for it fail, and no others.
+        assert str(handshakes.in_background(lambda: None, "a").exception()) == "can't start new thread"
     known: dict[str, int] = {}
     until(lambda: known.update(ask()) or (known and asked), "all have been asked")
     assert known == {"5": 3}
@@ -178,7 +177,7 @@ class Gate:
             return self.answer(ask(receiver, *rank))
 
         monkeypatch.setattr(receiver_type, "_get_bootstrap_info_from_server", gated)
-        monkeypatch.setattr(handshakes, "in_background", IN_BACKGROUND)
+        monkeypatch.setattr(delta_receiver, "in_background", IN_BACKGROUND)
 
 
 def begin(world: Any, room: int) -> Any:
@@ -210,7 +209,7 @@ def test_a_handshake_is_made_without_standing_still_and_once_for_all(world: Any,
     # One that comes later finds everything.
     later = begin(world, 4)
     assert later.poll() == KVPoll.WaitingForInput and gate.asked == 1
-    assert not manager.connections._attempts
+    assert not manager.rank_queries
 
 
 @pytest.mark.parametrize("size", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
@@ -232,7 +231,7 @@ def test_a_prefill_that_is_lost_while_it_is_asked_leaves_no_connection(world: An
     manager._handle_node_failure(receiver.bootstrap_addr)
     assert receiver.poll() == KVPoll.Failed
     gate.open.set()
-    until(lambda: manager.connections.get(receiver.bootstrap_addr, 0).over, "the end of the question")
+    until(receiver.state.query.done, "the end of the question")
     assert not manager.connection_pool and receiver.bootstrap_infos is None
     manager.prefill_info_table[receiver.bootstrap_addr] = info
     later = begin(world, 2)

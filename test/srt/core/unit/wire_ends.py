@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import delta_receiver, handshakes
 from typing_extensions import Self
 from waiting import until
 
@@ -27,9 +28,14 @@ def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
     if watch is not None:
         monkeypatch.setattr(watch.PeerSockets, "start", lambda sockets, check: MADE.append(sockets))
     threaded = handshakes.in_background
-    # The loop that makes the extras' calls never ends.
-    at_once = lambda work, name: threaded(work, name) if name == "peer-calls" else work()  # noqa: E731
-    monkeypatch.setattr(handshakes, "in_background", at_once)
+
+    def at_once(work: Callable[[], Any], name: str) -> Future:
+        future = threaded(work, name)
+        # The loop that makes the extras' calls never ends.
+        return future if name == "peer-calls" else wait([future]) and future
+
+    for module in (handshakes, delta_receiver):
+        monkeypatch.setattr(module, "in_background", at_once)
 
 
 def close_sockets(sockets: Any) -> None:

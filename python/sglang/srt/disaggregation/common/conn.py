@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +24,7 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
-from sglang.srt.disaggregation.common.handshakes import Connections, RankAnswers, check_sizes
+from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
 from sglang.srt.disaggregation.common.rooms import (
@@ -74,7 +75,7 @@ class CommonKVManager(engine.CommonKVManager):
         self.end_notices: EndNotices = EndNotices()
         # Seconds for which prefill may write and decode keeps pages. Read once: each poll uses it.
         self.transfer_timeout: float = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        # Decode: what is known of prefills, and the connections to them.
+        # Decode: what is known of prefills, and queries for the addresses of their ranks.
         self.prefills = PrefillPeers(
             lambda: self.server_args,
             self.met_prefill,
@@ -82,7 +83,7 @@ class CommonKVManager(engine.CommonKVManager):
             self.requests.get,
             self.asked_prefill,
         )
-        self.connections = Connections()
+        self.rank_queries: dict[str, Future] = {}
         super().__init__(*args, **kwargs)
         self.events = hooks.events_of(self.server_args)
         if self.has_radix:
@@ -142,7 +143,9 @@ class CommonKVManager(engine.CommonKVManager):
     def _resolve_rank_mapping(self, info) -> None:
         """Adds, with a radix cache, a check that KV can be sliced if prefill's TP size differs."""
         if self.has_radix:
-            check_sizes(info)
+            for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"):
+                if getattr(info, name) < 1:
+                    raise ValueError(f"it says that its {name} is {getattr(info, name)}")
             if info.attn_tp_size != self.attn_tp_size:
                 check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.not_cut())
         super()._resolve_rank_mapping(info)
@@ -167,7 +170,7 @@ class CommonKVManager(engine.CommonKVManager):
     def forget_connections(self, addr: str) -> None:
         """Have the next request reconnect to a prefill and register this worker's memory again."""
         with self.connection_lock:
-            # Copied at once: not every thread that connects takes the lock.
+            # Copied at once: the scheduler adds connections without the lock.
             for key in [key for key in list(self.connection_pool) if key.startswith(addr + "_")]:
                 self.connection_pool.pop(key, None)
 

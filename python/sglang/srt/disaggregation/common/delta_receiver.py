@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
-from sglang.srt.disaggregation.common.handshakes import Handshake, NotConnected, known_ranks
+from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.wire import CANCEL
 from sglang.srt.disaggregation.decode_radix import hooks
@@ -32,17 +33,23 @@ logger = logging.getLogger(__name__)
 TELL_AGAIN_S = 2.0
 
 
+class NotConnected(Exception):
+    """The addresses of a prefill's ranks are still being queried."""
+
+
 @dataclasses.dataclass
 class ReceiverState:
     """A decode rank's view of one transfer. The engine's `conclude_state` has its outcome.
 
-    handshake: with prefill. asked: whether prefill may know where to write. writes_s: seconds for
-    which prefill may write, 0 if unreported. given_up_at: monotonic time of the cancellation, 0
-    before. untold: prefill ranks not yet notified of it; told_at: the last attempt. over: whether
-    no prefill rank writes any more. complained: whether a failed notification has been logged.
+    dp_rank: of prefill, until its handshake is over. query: for its ranks. asked: whether prefill
+    may know where to write. writes_s: seconds for which prefill may write, 0 if unreported.
+    given_up_at: monotonic time of the cancellation, 0 before. untold: prefill ranks not yet
+    notified of it; told_at: the last attempt. over: whether no prefill rank writes any more.
+    complained: whether a failed notification has been logged.
     """
 
-    handshake: Handshake = dataclasses.field(default_factory=Handshake)
+    dp_rank: int | None = None
+    query: Future[tuple[Any, dict[str, list[dict]]]] | None = None
     asked: bool = False
     writes_s: float = 0.0
     given_up_at: float = 0.0
@@ -117,24 +124,24 @@ class DeltaReceiver(Base):
         if not self.kv_mgr.has_radix:
             super().init(prefill_dp_rank)
             return
-        self.state.handshake.dp_rank = prefill_dp_rank
+        self.state.dp_rank = prefill_dp_rank
         self.shake_hands()
 
     def shake_hands(self) -> None:
         """Continue the handshake of `init` if that does not block; backends' polls call it."""
-        manager, handshake = self.kv_mgr, self.state.handshake
-        rank = handshake.due()
-        if rank is None:
+        manager, state = self.kv_mgr, self.state
+        rank = state.dp_rank
+        if rank is None or (state.query is not None and not state.query.done()):
             return
-        handshake.dp_rank = None
+        state.dp_rank = None
         status = manager.request_status.get(self.bootstrap_room, KVPoll.Failed)
-        if handshake.connection is not None and KVPoll.Failed in (self.conclude_state, status):
+        if state.query is not None and KVPoll.Failed in (self.conclude_state, status):
             # The request has failed meanwhile.
             return
         try:
             super().init(rank)
         except NotConnected:
-            handshake.dp_rank = rank
+            state.dp_rank = rank
             return
         except Exception as e:
             if not isinstance(e, ConnectionError):
@@ -157,19 +164,38 @@ class DeltaReceiver(Base):
         if not manager.has_radix:
             super()._setup_bootstrap_infos()
             return
-        key = f"{addr}_{rank}_{{}}_{self.target_tp_rank}"
-        keys = [key.format(cp) for cp in self.target_cp_ranks]
-        known, new = self.state.handshake.reach(
-            manager.connections,
-            addr,
-            rank,
-            lambda: known_ranks(manager.connection_pool, keys),
-            lambda: _ranks_fetcher(self),
-        )
-        for infos in known if new else []:
+        keys = [f"{addr}_{rank}_{cp}_{self.target_tp_rank}" for cp in self.target_cp_ranks]
+        known = [manager.connection_pool.get(key) for key in keys]
+        if None in known:
+            known = self._register()
+        self.bootstrap_infos = [info for infos in known for info in infos or ()]
+
+    def _register(self) -> list[list[dict]]:
+        """Register this worker's memory with the ranks of a new prefill, which it returns.
+
+        Raises NotConnected during their query, and ConnectionError.
+        """
+        manager, addr, state = self.kv_mgr, self.bootstrap_addr, self.state
+        queries, name = manager.rank_queries, f"{addr}, DP rank {self.prefill_dp_rank}"
+        if state.query is None:
+            # Requests that arrive during a query share it.
+            state.query = queries.get(name)
+            if state.query is None or state.query.done():
+                state.query = in_background(_ranks_fetcher(self), f"ask {name} for its ranks")
+                queries[name] = state.query
+        if not state.query.done():
+            raise NotConnected
+        queries.pop(name, None)
+        if (error := state.query.exception()) is not None:
+            raise ConnectionError(f"{type(error).__name__}: {error}")
+        prefill, found = state.query.result()
+        if manager.prefill_info_table.get(addr) is not prefill:
+            raise ConnectionError("it was lost in the meantime")
+        for infos in found.values():
             self.bootstrap_infos = infos
             self._register_kv_args()
-        self.bootstrap_infos = [info for infos in known for info in infos]
+        manager.connection_pool.update(found)
+        return [*found.values()]
 
     def failure(self) -> Exception:
         """The error of a failed request. Changes nothing."""
@@ -328,22 +354,19 @@ class DeltaReceiver(Base):
         """Remove an ended request; backends that keep state of a failed one override it."""
 
 
-def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], None]:
-    """The job of the thread that queries a prefill's ranks. Raises ConnectionError."""
-    manager, addr = receiver.kv_mgr, receiver.bootstrap_addr
-    # A copy: nothing is recorded of this request, and the scheduler registers the memory later.
-    scout = copy.copy(receiver)
-    scout.bootstrap_room, scout._register_kv_args = None, lambda: None
-    prefill = manager.prefill_info_table.get(addr)
+def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], tuple[Any, dict[str, list[dict]]]]:
+    """The query of a prefill's ranks: its info, and their addresses as in `connection_pool`."""
+    # Copies: nothing is recorded of this request, and the scheduler registers the memory later.
+    scout, manager = copy.copy(receiver), copy.copy(receiver.kv_mgr)
+    scout.kv_mgr, scout.bootstrap_room, scout._register_kv_args = manager, None, lambda: None
+    manager.connection_pool = {}
 
-    def fetch() -> None:
+    def fetch() -> tuple[Any, dict[str, list[dict]]]:
         super(DeltaReceiver, scout)._setup_bootstrap_infos()
         if scout.conclude_state == KVPoll.Failed:
             raise ConnectionError(
                 "its bootstrap server does not say where its ranks listen, see the log"
             )
-        if manager.prefill_info_table.get(addr) is not prefill:
-            manager.forget_connections(addr)
-            raise ConnectionError("it was lost in the meantime")
+        return scout.prefill_info, manager.connection_pool
 
     return fetch

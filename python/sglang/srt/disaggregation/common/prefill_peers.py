@@ -151,8 +151,8 @@ class PrefillPeers:
             self._asked_at[addr] = now
             self._asked_at.move_to_end(addr)
             self._asking.add(addr)
-            if in_background(lambda: self._query(addr), "ask-prefill") is not None:
-                self._asking.discard(addr)
+            query = in_background(lambda: self._query(addr), "ask-prefill")
+            query.add_done_callback(lambda _: self._asking.discard(addr))
             self._forget_oldest(now)
 
     def _forget_oldest(self, now: float) -> None:
@@ -187,7 +187,6 @@ class PrefillPeers:
             if not known:
                 # No request uses it. Any server may have answered 404.
                 self.capabilities.pop(addr, None)
-            self._asking.discard(addr)
 
     def _warn(self, addr: str, version: int) -> None:
         if version != DECODE_PREFIX_VERSION:

@@ -113,7 +113,8 @@ class _Calls:
                 # Not uvloop, which has few threads for names: one that DNS does not answer takes one for long.
                 loop = asyncio.SelectorEventLoop()
                 loop.set_default_executor(ThreadPoolExecutor(NAMES_AT_ONCE, "peer-names"))
-                wrong = in_background(loop.run_forever, "peer-calls")
+                started = in_background(loop.run_forever, "peer-calls")
+                wrong = str(started.exception()) if started.done() else None
                 self._loop = loop if wrong is None else None
             if self._waiting >= MOST_WAITING:
                 wrong = "too many calls wait for an answer"
