@@ -35,7 +35,7 @@ def test_by_default_none_drops_prompts_that_computes_on_the_same_device(monkeypa
     assert answer.get("devices", []) == devices
     manager = object.__new__(CommonKVManager)
     manager.server_args, manager.own_device = SimpleNamespace(disaggregation_decode_local_prefill=asked), "bb"
-    manager.prefills = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
+    manager.prefills = PrefillPeers(manager)
     manager.prefills.capabilities["here"] = parse_capabilities(answer)
     assert manager.drops("here") == (asked != "auto" or "bb" not in devices)
     assert not manager.drops("elsewhere")

@@ -1,4 +1,4 @@
-"""The bootstrap server of a prefill worker, as its tokenizer manager starts it."""
+"""The bootstrap server of a prefill worker, as its tokenizer manager starts it, and what decode knows of prefills."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import requests
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
 
 from sglang_pd_radix.tools.cluster import free_ports
 
@@ -31,3 +35,10 @@ def bootstrap_server(
         assert time.monotonic() < end
     yield port
     running.close()
+
+
+def peers_of(**manager: Any) -> PrefillPeers:
+    """Those of a decode worker with such a manager; prefills answer the engine."""
+    hooks = {"met_prefill": lambda addr: None, "asked_prefill": lambda *asked: None, "query_prefill": lambda addr: True}
+    own = {"server_args": None, "requests": requests, "prefill_info_table": {}}
+    return PrefillPeers(SimpleNamespace(**hooks | own | manager))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import sys
@@ -14,10 +13,9 @@ from typing import Any
 
 import pytest
 import requests
-from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefill_front import bootstrap_server
+from prefill_front import bootstrap_server, peers_of
 from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, NotTrusted, PrefillPeers, parse_capabilities
@@ -44,7 +42,7 @@ def ask(status: int, body: Any) -> tuple[int | None, list[Capabilities]]:
     server = HTTPServer(("127.0.0.1", 0), Bootstrap)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     own = SimpleNamespace(speculative_algorithm=None)
-    peers = PrefillPeers(lambda: own, lambda addr: None, lambda addr: True)
+    peers = peers_of(server_args=own)
     try:
         return peers.ask_for_prefix(f"127.0.0.1:{server.server_port}"), list(peers.capabilities.values())
     finally:
@@ -85,17 +83,14 @@ def test_a_prefill_that_does_not_is_sent_none(status, body):
     assert not found.takes_prefix
 
 
-def answer_of(cp_size: int | None) -> dict[str, int | str]:
+def answer_of(cp_size: int) -> dict[str, int | str]:
     """What a prefill of this process says of itself."""
-    timeouts = RegisteredRanks().timeouts()
-    return asyncio.run(capabilities(DECODE_PREFIX_VERSION, cp_size, timeouts))
+    return capabilities(DECODE_PREFIX_VERSION, cp_size, RegisteredRanks().timeouts())
 
 
 def test_one_that_is_starting_has_not_answered():
     """What it says is kept for as long as it is there, and before its ranks have registered it knows of nothing."""
     assert ask(503, b"no rank of this prefill has registered yet") == (None, [])
-    with pytest.raises(web.HTTPServiceUnavailable, match="Service Unavailable"):
-        answer_of(None)
     assert answer_of(1)["version"] == DECODE_PREFIX_VERSION
 
 
@@ -309,7 +304,7 @@ def test_a_prefill_is_asked_once_at_a_time_and_not_again_at_once(monkeypatch):
     monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: None)
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(prefill_peers, "time", clock)
-    peers = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
+    peers = peers_of()
     for _ in range(3):
         peers.query("127.0.0.1:1")
     # It is still being asked when it might be asked again.
@@ -339,7 +334,7 @@ class Strangers:
         monkeypatch.setattr(prefill_peers, "MOST_ASKED", 8)
         monkeypatch.setattr(prefill_peers, "in_background", self._ask)
         monkeypatch.setattr(PrefillPeers, "ask_for_prefix", self._answer)
-        self.peers = PrefillPeers(lambda: None, lambda addr: None, self._shake)
+        self.peers = peers_of(query_prefill=self._shake)
 
     def _ask(self, work: Any, name: str) -> Future:
         future = hold(self.held, work)
@@ -390,7 +385,7 @@ def test_an_address_that_a_request_waits_for_is_not_forgotten(monkeypatch):
             world.query(addr)
         world.clock.now += 2 * prefill_peers.ASK_AGAIN_S
     assert all(world.asked.count(addr) == 4 for addr in waited_for)
-    why = {addr: world.peers.why_unreached(addr, since, False, 300) for addr in waited_for}
+    why = {addr: world.peers.why_unreached(addr, since) for addr in waited_for}
     assert all("cannot be used" in why[addr] for addr in waited_for if addr.endswith("5"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -130,7 +129,7 @@ def test_a_decode_worker_that_does_not_say_its_prompt_is_served(make):
 
 
 def test_it_is_said_only_where_prefill_has_said_that_it_compares():
-    answer = asyncio.run(capabilities(1, 1, RegisteredRanks().timeouts()))
+    answer = capabilities(1, 1, RegisteredRanks().timeouts())
     assert parse_capabilities(answer).prompts
     assert not parse_capabilities(answer | {"prompts": 1}).prompts
     assert not parse_capabilities(answer | {"version": 0}).prompts

@@ -12,6 +12,7 @@ import pytest
 import test_mooncake_wire as mooncake_wire
 import test_nixl_wire as nixl_wire
 from engine_classes import engine_class
+from prefill_front import peers_of
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import delta_receiver, handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
@@ -65,8 +66,7 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
     """As when requests name many prefills that do not answer, each of which is asked by a thread. Later it is asked."""
     asked: list[str] = []
     monkeypatch.setattr(PrefillPeers, "ask_for_prefix", lambda peers, addr: asked.append(addr))
-    peers = PrefillPeers(lambda: None, lambda addr: None, lambda addr: True)
-    answers = RankAnswers()
+    peers, answers = peers_of(), RankAnswers()
 
     def ask() -> dict[str, int]:
         peers.query("127.0.0.1:1")

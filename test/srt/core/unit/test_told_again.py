@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
 def shaken_hands(world: Any) -> None:
     """Decode has asked prefill what it can do."""
     manager = world.decode[0].manager
-    answer = asyncio.run(capabilities(1, 1, RegisteredRanks().timeouts()))
+    answer = capabilities(1, 1, RegisteredRanks().timeouts())
     manager.prefills.capabilities |= dict.fromkeys(manager.prefill_info_table, parse_capabilities(answer))
 
 

@@ -167,8 +167,9 @@ def signed_elsewhere() -> str:
 
 
 def unreached(is_known: bool) -> str:
-    peers = SimpleNamespace(_unusable={})
-    return PrefillPeers.why_unreached(peers, "10.9.8.7:8998", time.monotonic() - 70, is_known, 60)
+    addr = "10.9.8.7:8998"
+    peers = PrefillPeers(SimpleNamespace(prefill_info_table=[addr] * is_known))
+    return peers.why_unreached(addr, time.monotonic() - (700 if is_known else 70))
 
 
 #: What provokes a message, and the beginning of its row.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import requests
-from aiohttp import web
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 
@@ -19,8 +18,6 @@ logger = logging.getLogger(__name__)
 # Each rank's additions to its registration: prefix version, timeouts, and values of extras.
 RANK_VERSION = "decode_prefix_version"
 _added: dict[str, Callable[[], Any]] = {}
-# Timeouts may differ between nodes: decode uses the value that is safe for all ranks.
-_WORST = {"waiting_timeout": max, "bootstrap_timeout": min}
 
 
 def add_to_registration(name: str, own: Callable[[], Any]) -> None:
@@ -107,11 +104,9 @@ class RegisteredRanks:
 
     def timeouts(self) -> dict[str, int]:
         """The longest waiting and shortest bootstrap timeout in seconds; this process's if none."""
-        found = {}
-        for name, own in _own_timeouts().items():
-            said = self.said(name)
-            found[name] = _WORST[name]([v for v in said if type(v) is int and v > 0] or [own])
-        return found
+        own, worst = _own_timeouts(), {"waiting_timeout": max, "bootstrap_timeout": min}
+        said = {name: [v for v in self.said(name) if type(v) is int and v > 0] for name in own}
+        return {name: worst[name](said[name] or [own[name]]) for name in own}
 
     def said(self, name: str) -> list[Any]:
         """Each rank's value of ``name``."""
@@ -127,25 +122,16 @@ def _version(said: Any) -> str:
     return "none" if said is None else str(said)
 
 
-async def capabilities(
-    version: int, cp_size: int | None, said_by_ranks: Mapping[str, Any]
-) -> dict[str, Any]:
+def capabilities(version: int, cp_size: int, said_by_ranks: Mapping[str, Any]) -> dict[str, Any]:
     """What this prefill reports to decode about its features.
 
     version: the decode prefix version that the transfer backend and all ranks understand. cp_size:
-    of attention, None until all ranks have registered, which raises HTTPServiceUnavailable.
-    said_by_ranks: includes `RegisteredRanks.timeouts`.
+    of attention. said_by_ranks: includes `RegisteredRanks.timeouts`.
     """
-    if cp_size is None:
-        # Decode caches the answer for good, and a rank that is still missing may be unpatched.
-        raise web.HTTPServiceUnavailable(text="not all ranks of this prefill have registered yet")
     # Every context-parallel rank holds all KV; normally the first one sends it. If all send, the
     # engine splits a chunk by page number as if its pages were consecutive, and some are never
     # sent.
     all_send = cp_size != 1 and envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
-    answer: dict[str, Any] = {"version": 0 if all_send else version, "state": 1, "prompts": 2}
     # Decode keeps pages while this worker may write, and contacts it before its timeout.
-    answer |= said_by_ranks
-    if cp_size != 1:
-        answer["all_cp_ranks"] = int(all_send)
-    return answer
+    answer = {"version": 0 if all_send else version, "state": 1, "prompts": 2, **said_by_ranks}
+    return answer if cp_size == 1 else {**answer, "all_cp_ranks": int(all_send)}

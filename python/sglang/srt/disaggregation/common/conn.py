@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
-from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, check_tp_sizes
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
 from sglang.srt.disaggregation.common.rooms import (
     ENGINE_BOOKS,
     OWN_ROOM,
@@ -76,13 +76,7 @@ class CommonKVManager(engine.CommonKVManager):
         # Seconds for which prefill may write and decode keeps pages. Read once: each poll uses it.
         self.transfer_timeout: float = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         # Decode: what is known of prefills, and queries for the addresses of their ranks.
-        self.prefills = PrefillPeers(
-            lambda: self.server_args,
-            self.met_prefill,
-            lambda addr: engine.CommonKVManager.try_ensure_parallel_info(self, addr),
-            self.requests.get,
-            self.asked_prefill,
-        )
+        self.prefills = PrefillPeers(self)
         self.rank_queries: dict[str, Future] = {}
         super().__init__(*args, **kwargs)
         self.events = hooks.events_of(self.server_args)
@@ -130,6 +124,10 @@ class CommonKVManager(engine.CommonKVManager):
         self.prefills.query(bootstrap_addr)
         return bootstrap_addr in self.prefill_info_table
 
+    def query_prefill(self, addr: str) -> bool:
+        """The engine's queries of a new prefill, in a thread; whether they were answered."""
+        return super().try_ensure_parallel_info(addr)
+
     @property
     def has_state(self) -> bool:
         """Whether the model keeps state besides KV."""
@@ -146,8 +144,12 @@ class CommonKVManager(engine.CommonKVManager):
             for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"):
                 if getattr(info, name) < 1:
                     raise ValueError(f"it says that its {name} is {getattr(info, name)}")
-            if info.attn_tp_size != self.attn_tp_size:
-                check_tp_sizes(info.attn_tp_size, self.attn_tp_size, self.not_cut())
+            theirs, ours, what = info.attn_tp_size, self.attn_tp_size, self.not_cut()
+            if theirs != ours and what is not None:
+                raise ValueError(
+                    f"it has TP size {theirs} and this decode worker {ours}; the {what} of this "
+                    "model cannot be cut. Start both with the same --tp-size."
+                )
         super()._resolve_rank_mapping(info)
 
     def not_cut(self) -> str | None:
@@ -158,14 +160,7 @@ class CommonKVManager(engine.CommonKVManager):
 
     def why_unreached(self, addr: str, since: float) -> str | None:
         """Why a handshake that has been due since ``since`` must fail; None if it may go on."""
-        return self.prefills.why_unreached(
-            addr, since, addr in self.prefill_info_table, self.handshake_timeout
-        )
-
-    @property
-    def handshake_timeout(self) -> float:
-        """Seconds that a request may wait until its prefill knows it."""
-        return envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+        return self.prefills.why_unreached(addr, since)
 
     def forget_connections(self, addr: str) -> None:
         """Have the next request reconnect to a prefill and register this worker's memory again."""
@@ -382,13 +377,13 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
         )
 
     async def _capabilities(self) -> dict[str, Any]:
-        complete = self._all_have_come()
-        if self.ranks.complaint is not None and not complete:
-            raise web.HTTPServiceUnavailable(text=self.ranks.complaint)
+        if not self._all_have_come():
+            # Decode caches the answer for good, and a rank that is still missing may be unpatched.
+            why = self.ranks.complaint or "not all ranks of this prefill have registered yet"
+            raise web.HTTPServiceUnavailable(text=why)
         takes = self.ranks.take_prefix and (self.pp_size == 1 or self.takes_stages)
         version = self.decode_prefix_version if takes else 0
-        cp_size = self.attn_cp_size if complete else None
-        return await capabilities(version, cp_size, self._said_by_ranks())
+        return capabilities(version, self.attn_cp_size, self._said_by_ranks())
 
     def _said_by_ranks(self) -> dict[str, Any]:
         """What the server reports on behalf of all ranks."""

@@ -35,8 +35,7 @@ class Capabilities:
 
     version: of the decode prefix, 0 for none. prompts: whether it compares digests of prompts.
     waiting_timeout: seconds for which it may write for a request. bootstrap_timeout: seconds for
-    which it keeps a request that decode never mentions. Both are 0 if not reported. all_cp_ranks:
-    whether all its context-parallel ranks send; None without any or if not reported. others: see
+    which it keeps a request that decode never mentions. Both are 0 if not reported. others: see
     `listen_for`.
     """
 
@@ -44,7 +43,6 @@ class Capabilities:
     prompts: bool = False
     waiting_timeout: int = 0
     bootstrap_timeout: int = 0
-    all_cp_ranks: bool | None = None
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -55,12 +53,27 @@ class Capabilities:
 
 UNKNOWN = Capabilities()
 _others: set[str] = set()
-_checks: list[Callable[[Mapping[str, Any], Any], None]] = []
 
 
 def listen_for(name: str) -> None:
     """For extras: have `Capabilities.others` keep a prefill's answer for ``name`` unless false."""
     _others.add(name)
+
+
+def check_cp_ranks(answer: Mapping[str, Any], options: Any) -> None:
+    """Raise ValueError if other context-parallel ranks of prefill send than this worker expects."""
+    theirs = answer.get("all_cp_ranks")
+    ours = envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+    if theirs is not None and bool(theirs) != ours:
+        # Unasked ranks would wait for ever, or this worker for ranks that send nothing.
+        raise ValueError(
+            f"of its context-parallel ranks, {'all send' if theirs else 'the first sends'} KV, and "
+            f"this decode worker asks {'all' if ours else 'the first'}. Give both the same "
+            "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
+        )
+
+
+_checks: list[Callable[[Mapping[str, Any], Any], None]] = [check_cp_ranks]
 
 
 def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
@@ -71,42 +84,16 @@ def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
 def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
     """Parse a prefill's answer. Raises KeyError, TypeError or ValueError if it is malformed."""
     version = int(answer["version"])
-    takes = version == DECODE_PREFIX_VERSION
-
-    def can(name: str) -> bool:
-        return takes and bool(answer.get(name))
+    if version != DECODE_PREFIX_VERSION:
+        return Capabilities(version)
 
     def number(name: str) -> int:
-        value = answer.get(name) if takes else 0
+        value = answer.get(name)
         return value if type(value) is int and value > 0 else 0
 
     timeouts = number("waiting_timeout"), number("bootstrap_timeout")
-    # Independent of the version, which is 0 if all ranks send.
-    all_cp_ranks = None if answer.get("all_cp_ranks") is None else bool(answer["all_cp_ranks"])
-    prompts, others = number("prompts") > 1, {name: answer[name] for name in _others if can(name)}
-    return Capabilities(version, prompts, *timeouts, all_cp_ranks, others)
-
-
-def check_cp_ranks(theirs: Capabilities) -> None:
-    """Raise ValueError if other context-parallel ranks of prefill send than this worker expects."""
-    ours = envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
-    if theirs.all_cp_ranks is not None and theirs.all_cp_ranks != ours:
-        # Unasked ranks would wait for ever, or this worker for ranks that send nothing.
-        raise ValueError(
-            "of its context-parallel ranks, "
-            f"{'all send' if theirs.all_cp_ranks else 'the first sends'} KV, and this decode "
-            f"worker asks {'all' if ours else 'the first'}. Give both the same "
-            "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
-        )
-
-
-def check_tp_sizes(theirs: int, ours: int, what: str | None) -> None:
-    """Raise ValueError if ``what`` would have to be sliced for a prefill of another TP size."""
-    if what is not None:
-        raise ValueError(
-            f"it has TP size {theirs} and this decode worker {ours}; the {what} of this "
-            "model cannot be cut. Start both with the same --tp-size."
-        )
+    others = {name: answer[name] for name in _others if answer.get(name)}
+    return Capabilities(version, number("prompts") > 1, *timeouts, others)
 
 
 class NotTrusted(requests.RequestException):
@@ -114,23 +101,10 @@ class NotTrusted(requests.RequestException):
 
 
 class PrefillPeers:
-    """The prefills of a decode worker with a radix cache.
+    """The prefills of a decode worker with a radix cache. manager: of its KV transfers."""
 
-    server_args: this worker's. met: called after each handshake with a prefill that takes a prefix.
-    shake: makes the engine's queries, returns whether they were answered. get: makes our query.
-    asked: called after each query of a prefill, with whether it was answered.
-    """
-
-    def __init__(
-        self,
-        server_args: Callable[[], Any],
-        met: Callable[[str], object],
-        shake: Callable[[str], bool],
-        get: Callable[..., requests.Response] = requests.get,
-        asked: Callable[[str, bool], object] = lambda addr, answered: None,
-    ) -> None:
-        self._args, self._met, self._shake = server_args, met, shake
-        self._get, self._asked = get, asked
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
         # By address, after a handshake. Never removed, 300 bytes each: a lost prefill may still
         # write for requests that depend on this, and a prefill in use is not queried again.
         self.capabilities: dict[str, Capabilities] = {}
@@ -171,9 +145,9 @@ class PrefillPeers:
         try:
             # First: requests go on once the engine's queries are answered.
             version = self.ask_for_prefix(addr)
-            answered = version is not None and self._shake(addr)
+            answered = version is not None and self._manager.query_prefill(addr)
             known = known or answered
-            self._asked(addr, answered)
+            self._manager.asked_prefill(addr, answered)
             if version is not None and answered:
                 self._warn(addr, version)
         except Exception as e:
@@ -199,7 +173,7 @@ class PrefillPeers:
                 DECODE_PREFIX_VERSION,
             )
             return
-        self._met(addr)
+        self._manager.met_prefill(addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
         """The decode prefix version that a prefill understands, 0 for none; None without an answer.
@@ -209,7 +183,7 @@ class PrefillPeers:
         and ValueError if it is incompatible.
         """
         try:
-            reply = self._get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
+            reply = self._manager.requests.get(f"http://{addr}{DECODE_PREFIX_ROUTE}", timeout=5)
             if reply.status_code == 401:
                 raise NotTrusted(reply.text)
             if reply.status_code == 503:
@@ -226,26 +200,20 @@ class PrefillPeers:
                 "Could not ask prefill %s whether it understands a decode prefix: %s", addr, e
             )
             return None
-        check_cp_ranks(found)
         for check in _checks:
-            check(answer, self._args())
+            check(answer, self._manager.server_args)
         self.capabilities[addr] = found
         return found.version
 
-    def why_unreached(
-        self, addr: str, since: float, is_known: bool, timeout_s: float
-    ) -> str | None:
-        """Why a handshake that has been due since ``since`` must fail; None if it may go on.
-
-        is_known: whether that prefill has answered. timeout_s: longest wait for a handshake.
-        """
+    def why_unreached(self, addr: str, since: float) -> str | None:
+        """Why a handshake that has been due since ``since`` must fail; None if it may go on."""
         now = time.monotonic()
         at, reason = self._unusable.get(addr, (0.0, ""))
         if at > since:
             return f"prefill {addr} cannot be used: {reason}"
-        if not is_known and now - since > UNANSWERED_S:
+        if addr not in self._manager.prefill_info_table and now - since > UNANSWERED_S:
             return f"prefill {addr} has not answered for {UNANSWERED_S} s"
-        if now - since > timeout_s:
+        if now - since > envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get():
             return (
                 f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
             )
