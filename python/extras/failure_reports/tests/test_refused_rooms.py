@@ -63,7 +63,7 @@ def test_a_copy_that_is_refused_ends_no_room_that_is_being_written(world):
     world.wire.held = True
     first.send()
     prefill.manager.refuse_room(7, "its grammar")
-    assert not prefill.told("7_fail") and not prefill.manager.rooms.failure(7)
+    assert not prefill.told("7_fail") and not prefill.manager.rooms.ended.get(7)
     for transfer in world.wire.transfers:
         transfer.finish()
     first.wait_senders(KVPoll.Success)

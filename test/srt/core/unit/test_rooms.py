@@ -23,16 +23,16 @@ def test_a_room_lives_ends_and_may_be_used_again() -> None:
     rooms = Rooms()
     first, second = object(), object()
     assert rooms.begin(1, first)
-    assert rooms.live == {1: first} and not rooms.has_ended(1)
+    assert rooms.live == {1: first} and 1 not in rooms.ended
     assert not rooms.begin(1, second) and rooms.holder(1) is first and rooms.live == {1: first}
     rooms.end(1)
-    assert not rooms.live and rooms.has_ended(1) and rooms.failure(1) is None
+    assert not rooms.live and rooms.ended == {1: None}
     rooms.begin(1, second)
-    assert rooms.live == {1: second} and not rooms.has_ended(1)
+    assert rooms.live == {1: second} and 1 not in rooms.ended
     rooms.end(1, "its prefill was lost")
-    assert rooms.failure(1) == "its prefill was lost"
+    assert rooms.ended.get(1) == "its prefill was lost"
     rooms.reopen(1)
-    assert not rooms.has_ended(1) and rooms.failure(1) is None
+    assert 1 not in rooms.ended
 
 
 def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
@@ -115,7 +115,7 @@ def test_the_books_stay_small_and_agree(steps: list[tuple[str, int]]) -> None:
             if step == "begin":
                 rooms.begin(room, object())
             elif step == "refuse":
-                failed = rooms.failure(room) is not None
+                failed = rooms.ended.get(room) is not None
                 rooms.refuse(room, "bad")
                 assert failed or rooms.refused[room] == "bad"
             else:

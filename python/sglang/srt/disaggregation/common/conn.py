@@ -152,6 +152,10 @@ class CommonKVManager(engine.CommonKVManager):
                 )
         super()._resolve_rank_mapping(info)
 
+    def in_the_way(self, room: int) -> str | None:
+        """What of an earlier request of ``room`` blocks a new one; None if nothing does."""
+        return None
+
     def not_cut(self) -> str | None:
         """Which buffers cannot be sliced by TP rank; None if all can."""
         # The engine slices all KV buffers like the first; a draft model's may have other heads.

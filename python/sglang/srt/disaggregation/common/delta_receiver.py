@@ -211,22 +211,36 @@ class DeltaReceiver(Base):
         return self.carries_prefix and self.kv_mgr.prefills.of(self.bootstrap_addr).takes_prefix
 
     def send_requests(
-        self, kv_indices: npt.NDArray[np.int32], frames: Callable[[bool], list[bytes]]
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None,
+        state_indices: list[int] | None,
+        decode_prefix_len: int,
     ) -> frozenset[bytes]:
-        """Ask every prefill rank for KV; returns the tags that they answer. Raises NotTaken.
+        """Ask every prefill rank for KV; returns the tags of parts that they answer.
 
-        kv_indices: pages to be written, int32. frames: for a dummy rank or not, without
-        `MessagePart`.
+        Arguments as of `send_metadata`. Raises NotTaken.
         """
         parts = [(p, own) for p in hooks.parts() if (own := p.write(self, kv_indices)) is not None]
+        pages = kv_indices.astype(np.int32).tobytes()
+        states = np.array(() if state_indices is None else state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos or []:
-            mine = [[p.tag, *own] for p, own in parts if p.dummies or not peer["is_dummy"]]
-            self._send_to(peer, [*frames(peer["is_dummy"]), *chain(*mine), *self.prompt])
+            is_dummy = peer["is_dummy"]
+            own = self.request_frames(is_dummy, pages, states, aux_index)
+            mine = chain(*([p.tag, *said] for p, said in parts if p.dummies or not is_dummy))
+            prefix = [b"%d" % decode_prefix_len, b"%d" % is_dummy]
+            self._send_to(peer, [*self.header, *own, *prefix, *mine, *self.prompt])
             self.state.asked, self.state.writes_s = (
                 True,
                 self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout,
             )
         return frozenset(p.tag for p, _ in parts if p.answer is not None)
+
+    def request_frames(
+        self, is_dummy: bool, pages: bytes, states: bytes, aux_index: int | None
+    ) -> list[bytes]:
+        """The engine's frames of a request for KV behind the header; backends override it."""
+        raise NotImplementedError
 
     @property
     def header(self) -> list[bytes]:

@@ -9,12 +9,11 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); de
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.rooms import Verdict
+from sglang.srt.disaggregation.common.rooms import OWN_ROOM
 from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Request, Unusable
 
 logger = logging.getLogger(__name__)
@@ -23,31 +22,17 @@ logger = logging.getLogger(__name__)
 Peer = TypeVar("Peer", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Backend(Generic[Peer]):
-    """How a backend treats messages.
+class PrefillInbox(Generic[Peer]):
+    """Handles decode's messages, under the lock of the manager's `Rooms`.
 
-    rank_word: name of a decode rank in errors. can_tell: whether to notify a rank of its unusable
-    message; second argument: whether decode has a radix cache. dummies_answer: whether a dummy rank
-    answers a request for a failed room. late_cancel: the answer to a cancellation after the room's
-    end, given the reason of a failure; None for none. early_cancel: given the refusal of a room
-    cancelled before its request arrives, the reason to keep and the answer. in_the_way: what of an
-    earlier request blocks the room; None if nothing.
+    manager: has, of its backend, ``rank_word``: name of a decode rank in errors; ``can_tell``:
+    whether to notify a rank of its unusable message, given whether it has a radix cache;
+    ``dummies_answer``: whether a dummy rank answers a request for a failed room; ``late_answer``:
+    to a cancellation after a success; ``in_the_way``: what of an earlier request blocks a room.
     """
 
-    rank_word: str
-    can_tell: Callable[[Peer, bool], bool]
-    dummies_answer: bool
-    late_cancel: Callable[[str | None], str | None]
-    early_cancel: Callable[[str], tuple[str, str]]
-    in_the_way: Callable[[int], str | None] = lambda room: None
-
-
-class PrefillInbox(Generic[Peer]):
-    """Handles decode's messages, under the lock of the manager's `Rooms`."""
-
-    def __init__(self, backend: Backend[Peer], manager: Any) -> None:
-        self._backend, self._manager = backend, manager
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
 
     def take(self, message: OfRoom[Peer]) -> None:
         """Handle one message of a decode rank about one room."""
@@ -55,43 +40,70 @@ class PrefillInbox(Generic[Peer]):
             if isinstance(message, Cancel):
                 self._on_cancel(message)
             elif isinstance(message, Unusable):
-                self._turn_down(message.room, message.peer, message.names_prefix, message.reason)
+                self._turn_down(message, message.reason)
             else:
                 self._on_request(message)
 
     def _on_request(self, msg: Request[Peer]) -> None:
         """Handle a request for KV; its room may begin when all decode ranks have asked."""
-        manager, room, info, word = self._manager, msg.room, msg.info, self._backend.rank_word
+        manager, rooms, room, info = self._manager, self._manager.rooms, msg.room, msg.info
         info.heard_until = manager.heard_until(info)
         asked = manager.transfer_infos.get(room, {})
-        if msg.name not in asked and not msg.is_dummy:
-            manager.end_notices.begin(room, msg.peer, info.names_prefix)
-        known = msg.name in manager.decode_kv_args_table
-        unfit = None if known else f"{word} {msg.name!r} has not registered its memory"
-        # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
-        if known and info.names_prefix and not msg.is_dummy:
-            unfit = manager.unfit(msg.name)
-        in_the_way = self._backend.in_the_way(room)
-        verdict, reason = manager.rooms.on_request(msg, asked, unfit, in_the_way)
-        if verdict in (Verdict.TAKEN, Verdict.READY):
-            manager.transfer_infos.setdefault(room, {})[msg.name] = info
-            if verdict == Verdict.READY:
-                manager.update_status(room, KVPoll.WaitingForInput)
-        elif verdict == Verdict.REPEATED:
+        before, has_flag = asked.get(msg.name), info.names_prefix
+        if before is None and not msg.is_dummy:
+            manager.end_notices.begin(room, msg.peer, has_flag)
+        if has_flag:
+            rooms.note_peer(info.endpoint, info.dst_port)
+        counts = {i.required_dst_info_num for i in asked.values()}
+        if before is None and has_flag and asked and len(asked) >= max(counts):
+            # Their prefix decides what is sent, which may be in flight.
+            self._too_late(msg, f"another decode worker has asked for this room; {OWN_ROOM}")
+        elif (unfit := self._unfit(msg)) is not None:
+            self._turn_down(msg, unfit)
+        elif has_flag and (ended := rooms.ended.get(room)) is not None:
+            self._too_late(msg, ended)
+        elif has_flag and not asked and (why := manager.in_the_way(room)) is not None:
+            self._turn_down(msg, why)
+        elif before is not None and (has_flag or before.names_prefix):
+            word = manager.rank_word
             logger.error(
                 "Ignored a repeated request of decode %s %s for room %s", word, msg.name, room
             )
-        elif verdict == Verdict.REFUSED:
-            self._turn_down(room, msg.peer, info.names_prefix, reason)
-        elif known and (self._backend.dummies_answer or not msg.is_dummy):
-            manager.tell_failure(room, {msg.peer}, reason)
+        elif (n := info.required_dst_info_num) < 1 or counts - {n}:
+            self._turn_down(msg, f"it says that {sorted(counts | {n})} decode ranks will ask")
+        else:
+            # A room that succeeded may be used again, as in the engine.
+            rooms.reopen(room)
+            # Without the flag a repeated message replaces the last one, as in the engine.
+            manager.transfer_infos.setdefault(room, {})[msg.name] = info
+            if before is None and len(manager.transfer_infos[room]) == n:
+                manager.update_status(room, KVPoll.WaitingForInput)
 
-    def _turn_down(self, room: int, peer: Peer | None, names_prefix: bool, reason: str) -> None:
+    def _unfit(self, msg: Request[Peer]) -> str | None:
+        """Why this rank cannot write to that decode rank's memory; another's room goes on."""
+        manager = self._manager
+        if msg.name not in manager.decode_kv_args_table:
+            return f"{manager.rank_word} {msg.name!r} has not registered its memory"
+        # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
+        reason: str | None = None
+        if msg.names_prefix and not msg.is_dummy:
+            reason = manager.unfit(msg.name)
+        return reason
+
+    def _too_late(self, msg: Request[Peer], reason: str) -> None:
+        """The request has failed here already, or other decode ranks have asked for the room."""
+        manager = self._manager
+        known = msg.name in manager.decode_kv_args_table
+        if known and (manager.dummies_answer or not msg.is_dummy):
+            manager.tell_failure(msg.room, {msg.peer}, reason)
+
+    def _turn_down(self, msg: Request[Peer] | Unusable[Peer], reason: str) -> None:
         """Fail a room for an unusable message. The room's request may reach this worker later."""
-        reason = self._manager.rooms.refuse_request(room, reason)
-        if peer is not None and self._backend.can_tell(peer, names_prefix):
-            self._manager.end_notices.begin(room, peer)
-            self._manager.tell_failure(room, {peer}, reason)
+        manager, room, peer = self._manager, msg.room, msg.peer
+        reason = manager.rooms.refuse_request(room, reason)
+        if peer is not None and manager.can_tell(peer, msg.names_prefix):
+            manager.end_notices.begin(room, peer)
+            manager.tell_failure(room, {peer}, reason)
 
     def _on_cancel(self, message: Cancel[Peer]) -> None:
         """Handle a cancellation. Decode keeps the pages until this rank answers or has written all.
@@ -99,21 +111,18 @@ class PrefillInbox(Generic[Peer]):
         A live request answers when its writes are done. A request that arrives later is refused.
         """
         manager, room, peer = self._manager, message.room, message.peer
-        can_tell = self._backend.can_tell(peer, True)
         if room in manager.rooms.live:
-            if can_tell:
+            if manager.can_tell(peer, True):
                 manager.cancels.setdefault(room, set()).add(peer)
             manager.rooms.give_up(room)
-        elif manager.rooms.has_ended(room):
-            answer = self._backend.late_cancel(manager.rooms.failure(room))
+        elif room in manager.rooms.ended:
+            answer = manager.rooms.ended[room] or manager.late_answer
             if answer is not None:
                 manager.tell_failure(room, {peer}, answer)
         else:
-            reason, answer = self._backend.early_cancel(
-                manager.rooms.refuse_request(room, GIVEN_UP)
-            )
+            reason = manager.rooms.refuse_request(room, GIVEN_UP)
             manager.end_room(room, reason)
             # Left by decode's request, which came before this worker's own.
             manager.request_status.pop(room, None)
-            if can_tell:
-                manager.tell_failure(room, {peer}, answer)
+            if manager.can_tell(peer, True):
+                manager.tell_failure(room, {peer}, reason)

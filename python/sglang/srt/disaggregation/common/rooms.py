@@ -8,15 +8,14 @@ Upstream: none is known for all of it; sgl-project/sglang#27372 and #36612 (merg
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Request
+from sglang.srt.disaggregation.common.wire import GIVEN_UP
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +24,8 @@ Peer = TypeVar("Peer", bound=Hashable)
 
 # Ended rooms kept, so that a late or repeated message is not taken for a new request.
 REMEMBERED_ROOMS = 65536
-# The same, of `EndNotices`.
-REMEMBERED = 4096
+# Rooms and ranks of `EndNotices`.
+REMEMBERED = 16384
 
 # Advice if two requests have the same room.
 OWN_ROOM = "each request needs a room of its own"
@@ -49,26 +48,6 @@ def remember(book: OrderedDict, key: Any, value: Any, most: int) -> None:
     while len(book) > most:
         # `popitem` is O(1); finding a dict's first key walks over all deleted entries.
         book.popitem(last=False)
-
-
-class Verdict(enum.Enum):
-    """The result of decode's request for KV."""
-
-    TAKEN = enum.auto()
-    # The last rank has asked: the room may begin.
-    READY = enum.auto()
-    # Invalid, or cannot be served.
-    REFUSED = enum.auto()
-    # The request has failed here already, or other decode ranks have asked for the room.
-    TOO_LATE = enum.auto()
-    REPEATED = enum.auto()
-
-
-class Judged(NamedTuple):
-    """A verdict and its reason."""
-
-    verdict: Verdict
-    reason: str = ""
 
 
 class Rooms:
@@ -132,20 +111,12 @@ class Rooms:
                 self.writing[room] = sender
             remember(self.ended, room, reason, REMEMBERED_ROOMS)
 
-    def has_ended(self, room: int) -> bool:
-        """Whether the last request of ``room`` has ended, as far back as rooms are kept."""
-        return room in self.ended
-
-    def failure(self, room: int) -> str | None:
-        """Why ``room`` failed; None if it has not ended or succeeded."""
-        return self.ended.get(room)
-
     def refuse(self, room: int, reason: str) -> None:
         """Record for the sender why decode's request is unusable; replaces only a cancellation."""
         with self.lock:
             first = self.refused.get(room, GIVEN_UP)
             # If the room has failed already, nobody would read it.
-            if self.failure(room) is None:
+            if self.ended.get(room) is None:
                 remember(
                     self.refused,
                     room,
@@ -171,44 +142,6 @@ class Rooms:
             self.refused.setdefault(room, reason)
             self.given_up.append(self.live[room])
 
-    def on_request(
-        self, message: Request, asked: Mapping[str, Any], unfit: str | None, in_the_way: str | None
-    ) -> Judged:
-        """Judge a decode rank's request for KV.
-
-        asked: decode ranks' requests for this room, by name. unfit: why this rank's memory cannot
-        be written; another worker's room goes on. in_the_way: what earlier request blocks the room.
-        """
-        room, info = message.room, message.info
-        with self.lock:
-            before = asked.get(message.name)
-            if info.names_prefix:
-                self.note_peer(info.endpoint, info.dst_port)
-            if before is None and info.names_prefix and asked and len(asked) >= _awaited(asked):
-                # Their prefix decides what is sent, which may be in flight.
-                return Judged(
-                    Verdict.TOO_LATE, f"another decode worker has asked for this room; {OWN_ROOM}"
-                )
-            if unfit is not None:
-                return Judged(Verdict.REFUSED, unfit)
-            ended = self.failure(room)
-            if ended is not None and info.names_prefix:
-                return Judged(Verdict.TOO_LATE, ended)
-            if in_the_way is not None and not asked and info.names_prefix:
-                return Judged(Verdict.REFUSED, in_the_way)
-            if before is not None and (info.names_prefix or before.names_prefix):
-                return Judged(Verdict.REPEATED)
-            counts = {other.required_dst_info_num for other in (*asked.values(), info)}
-            if len(counts) > 1 or min(counts) < 1:
-                return Judged(
-                    Verdict.REFUSED, f"it says that {sorted(counts)} decode ranks will ask"
-                )
-            # A room that succeeded may be used again, as in the engine.
-            self.reopen(room)
-        # Without the flag a repeated message replaces the last one, as in the engine.
-        complete = before is None and len(asked) + 1 == info.required_dst_info_num
-        return Judged(Verdict.READY if complete else Verdict.TAKEN)
-
     def note_peer(self, host: str, port: int) -> None:
         """Record that a decode rank with the flag sends messages."""
         self.has_met_flag = True
@@ -227,11 +160,6 @@ class Rooms:
                 self.given_up.append(sender)
 
 
-def _awaited(asked: Mapping[str, Any]) -> int:
-    """How many decode ranks will ask, according to those that have."""
-    return max(info.required_dst_info_num for info in asked.values())
-
-
 class EndNotices(Generic[Peer]):
     """Ensures that each decode rank with the flag gets one notice per request: it has ended.
 
@@ -239,36 +167,31 @@ class EndNotices(Generic[Peer]):
     """
 
     def __init__(self) -> None:
-        # By room, whether each rank that asked has been notified; the oldest rooms are removed.
-        self._told: OrderedDict[int, dict[Peer, bool]] = OrderedDict()
+        # Whether a rank that asked for a room has been notified; the oldest are removed.
+        self._told: OrderedDict[tuple[int, Peer], bool] = OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
         """``peer`` asks for ``room`` and waits for a notice, unless it runs without the flag."""
         with self._lock:
-            sent = self._told.pop(room, {})
             # Another worker may have had that address.
-            sent.pop(peer, None)
+            self._told.pop((room, peer), None)
             if has_flag:
-                sent[peer] = False
-            if sent:
-                remember(self._told, room, sent, REMEMBERED)
+                remember(self._told, (room, peer), False, REMEMBERED)
 
     def concerns(self, room: int, peer: Peer) -> bool:
         """Whether ``peer`` is known to have asked for ``room``."""
-        with self._lock:
-            return peer in self._told.get(room, {})
+        return (room, peer) in self._told
 
     def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
         """Those of ``peers`` that have not been notified; the caller notifies them."""
         with self._lock:
-            sent = self._told.get(room, {})
-            due = {peer for peer in peers if not sent.get(peer, False)}
-            sent.update((peer, True) for peer in due if peer in sent)
+            due = {peer for peer in peers if not self._told.get((room, peer))}
+            self._told.update(((room, peer), True) for peer in due if (room, peer) in self._told)
         return due
 
     def undelivered(self, room: int, peer: Peer) -> None:
         """The notice to ``peer`` could not be sent: it is due again."""
         with self._lock:
-            if peer in self._told.get(room, {}):
-                self._told[room][peer] = False
+            if (room, peer) in self._told:
+                self._told[room, peer] = False

@@ -9,12 +9,11 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.decode_radix import hooks
 
 Peer = TypeVar("Peer", bound=Hashable)
@@ -28,11 +27,39 @@ PROMPT = b"prompt"
 ENGINE_FRAMES, PREFIX_FRAMES = 8, 10
 
 
-@dataclass(frozen=True)
-class Registration:
-    """A decode rank registers its memory, in the engine's frames."""
+@dataclass
+class DeltaInfo:
+    """What decode's request for KV says beyond the engine's TransferInfo; mixed into it.
 
-    frames: list[bytes]
+    decode_prefix_len: tokens that decode holds. dummy: whether this rank sends nothing; None
+    without the flag. parts: see `MessagePart`, by tag. prompt: of decode, as far as reported.
+    heard_until: see `CommonKVManager.heard_until`.
+    """
+
+    decode_prefix_len: int = 0
+    dummy: bool | None = None
+    parts: dict[bytes, Any] = field(default_factory=dict)
+    prompt: bytes | None = None
+    heard_until: float = math.inf
+
+    @property
+    def names_prefix(self) -> bool:
+        """Whether decode runs with the flag, so that this message names its prefix."""
+        return self.dummy is not None
+
+    @classmethod
+    def from_zmq(cls, msg: list[bytes]) -> Any:
+        """Wraps the engine's parser: reads the frames after its own. Raises ValueError."""
+        msg, prompt = split_prompt(msg)
+        msg, parts = split_parts(msg)
+        info = super().from_zmq(msg)  # type: ignore[misc]
+        info.prompt = prompt
+        if len(msg) > ENGINE_FRAMES:
+            check_prefix_frames(msg)
+            info.parts = parts
+            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
+            info.dummy = msg[9] == b"1"
+        return info
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,11 @@ class Request(Generic[Peer]):
     def is_dummy(self) -> bool:
         """Whether it asks this prefill rank for nothing."""
         return asks_for_nothing(self.info)
+
+    @property
+    def names_prefix(self) -> bool:
+        """Whether that decode worker has a radix cache."""
+        return bool(self.info.names_prefix)
 
 
 @dataclass(frozen=True)
@@ -89,17 +121,18 @@ class Reader(Generic[Peer]):
     name: Callable[[Any], str]
     info: Callable[[list[bytes]], Any]
 
-    def read(self, frames: list[bytes]) -> Registration | OfRoom[Peer]:
-        """Parse a message. Raises ValueError or IndexError if not even the room can be read."""
+    def read(self, frames: list[bytes]) -> OfRoom[Peer] | None:
+        """Parse a message, None for a registration of memory, which is the engine's.
+
+        Raises ValueError or IndexError if not even the room can be read.
+        """
         if frames[0] == b"None":
-            return Registration(frames)
+            return None
         room = wire_int(frames[0], "room")
         if frames[4:] == [CANCEL]:
             return Cancel(room, self.peer(frames))
         try:
-            frames, prompt = split_prompt(frames)
             info = self.info(frames)
-            info.prompt = prompt
             return Request(room, self.name(info), self.peer(frames), info)
         except (ValueError, IndexError) as e:
             return Unusable(room, self._peer_or_none(frames), len(frames) > ENGINE_FRAMES, str(e))
@@ -114,29 +147,6 @@ class Reader(Generic[Peer]):
 def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
     """The first frames of each message of decode about a request: the room and the sender."""
     return [b"%d" % room, host.encode("ascii"), b"%d" % port, name.encode("ascii")]
-
-
-def delta_frames(
-    header: list[bytes],
-    kv_indices: npt.NDArray[np.int32],
-    state_indices: list[int] | None,
-    decode_prefix_len: int,
-    body: Callable[[bool, bytes, bytes], list[bytes]],
-) -> Callable[[bool], list[bytes]]:
-    """The frames of a request for KV, for a dummy rank or not.
-
-    kv_indices: pages to be written, int32. decode_prefix_len: tokens decode holds. body: makes the
-    frames between header and prefix from: is it a dummy; pages and state's indices, both int32,
-    empty for a dummy.
-    """
-    pages = kv_indices.astype(np.int32).tobytes()
-    states = b"" if state_indices is None else np.array(state_indices, dtype=np.int32).tobytes()
-
-    def frames(is_dummy: bool) -> list[bytes]:
-        own = body(True, b"", b"") if is_dummy else body(False, pages, states)
-        return [*header, *own, b"%d" % decode_prefix_len, b"%d" % is_dummy]
-
-    return frames
 
 
 def check_prefix_frames(message: list[bytes]) -> None:

@@ -12,24 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.prefill_inbox import Backend, PrefillInbox
-from sglang.srt.disaggregation.common.wire import (
-    GIVEN_UP,
-    Reader,
-    Registration,
-    check_prefix_frames,
-    delta_frames,
-    room_header,
-    split_parts,
-    wire_int,
-)
+from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, DeltaInfo, Reader, room_header
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import awaited_rooms, wire
 from sglang.srt.disaggregation.mooncake import conn as engine
@@ -50,32 +40,15 @@ __all__ = [
 
 
 @dataclasses.dataclass
-class TransferInfo(engine.TransferInfo):
-    """Decode's request for KV, with the prefix it holds.
-
-    decode_prefix_len: tokens, None without the flag. parts, heard_until: `MessagePart`, `Pulse`.
-    """
-
-    decode_prefix_len: int | None = None
-    parts: dict[bytes, Any] = dataclasses.field(default_factory=dict)
-    heard_until: float = float("inf")
-
-    @property
-    def names_prefix(self) -> bool:
-        """Whether decode runs with the flag, so that this message names its prefix."""
-        return self.decode_prefix_len is not None
+class TransferInfo(DeltaInfo, engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds."""
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the frames after its own. Raises ValueError."""
+        """Adds a check: in the engine missing frames mean a dummy, as a full hit has no pages."""
         info = super().from_zmq(msg)
-        if len(msg) > 8:
-            msg, info.parts = split_parts(msg)
-            check_prefix_frames(msg)
-            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
-            # In the engine missing frames mean a dummy, but a full hit has no pages either.
-            if info.is_dummy != (msg[9] == b"1"):
-                raise ValueError("its dummy mark and its metadata index contradict each other")
+        if info.dummy not in (None, info.is_dummy):
+            raise ValueError("its dummy mark and its metadata index contradict each other")
         return info
 
 
@@ -89,25 +62,12 @@ READER: Reader[Peer] = Reader(
 )
 
 
-def _backend(queued: QueuedChunks) -> Backend[Peer]:
-    return Backend(
-        rank_word="session",
-        can_tell=lambda peer, names_prefix: names_prefix,
-        dummies_answer=False,
-        # A rank that was notified of a success gets nothing more.
-        late_cancel=lambda failure: failure or GIVEN_UP,
-        early_cancel=lambda refusal: (refusal, GIVEN_UP),
-        # They would be written to the new request's pages, and end it.
-        in_the_way=lambda room: (
-            "chunks of an earlier request of this room are still queued" if room in queued else None
-        ),
-    )
-
-
 class MooncakeKVManager(engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
+    # Who was notified of a success gets no other notice.
+    rank_word, dummies_answer, late_answer = "session", False, GIVEN_UP
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):
@@ -123,7 +83,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only readable messages."""
-        self.inbox: PrefillInbox[Peer] = PrefillInbox(_backend(self.queued), self)
+        self.inbox: PrefillInbox[Peer] = PrefillInbox(self)
         self.server_socket = wire.CheckedSocket(self.server_socket, self._check_on_prefill)
         super().start_prefill_thread()
 
@@ -132,8 +92,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         if frames[0] in wire.STAGING_TO_PREFILL:
             return self.takes_engine_staging(frames)
         message = READER.read(frames)
-        if isinstance(message, Registration):
-            session = engine.KVArgsRegisterInfo.from_zmq(message.frames).mooncake_session_id
+        if message is None:
+            session = engine.KVArgsRegisterInfo.from_zmq(frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
                 raise ValueError(f"session id {session!r} does not end in a port")
             return True
@@ -160,6 +120,15 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return (
             self.attn_tp_rank * self.pp_size + self.pp_rank
         ) * self.attn_cp_size + self.attn_cp_rank
+
+    def can_tell(self, peer: Peer, names_prefix: bool) -> bool:
+        """Whether the rank reads notices of four frames."""
+        return names_prefix
+
+    def in_the_way(self, room: int) -> str | None:
+        """Chunks that would be written to the new request's pages, and end it."""
+        queued = "chunks of an earlier request of this room are still queued"
+        return queued if room in self.queued else None
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
         """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
@@ -189,7 +158,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
                 bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices
             )
         for info in writes:
-            saved = (info.decode_prefix_len or 0) // self.kv_args.page_size if is_last_chunk else 0
+            saved = info.decode_prefix_len // self.kv_args.page_size if is_last_chunk else 0
             runs = count_runs(kv_indices, info.dst_kv_indices[index_slice])
             n = len(info.dst_state_indices) if is_last_chunk and state_indices is not None else 0
             self.count_transfer(info.mooncake_session_id, len(kv_indices), saved, runs, n)
@@ -439,12 +408,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
 
-        def body(is_dummy: bool, pages: bytes, states: bytes) -> list[bytes]:
-            aux = b"" if is_dummy else str(aux_index).encode("ascii")
-            return [pages, aux, states, b"%d" % self.required_dst_info_num]
-
-        frames = delta_frames(self.header, kv_indices, state_indices, decode_prefix_len, body)
-        self.send_requests(kv_indices, frames)
+        self.send_requests(kv_indices, aux_index, state_indices, decode_prefix_len)
         self.init_time = time.time()
 
     def poll(self) -> KVPoll:
@@ -481,6 +445,13 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
         manager.awaited_rooms.forget(room)
+
+    def request_frames(
+        self, is_dummy: bool, pages: bytes, states: bytes, aux_index: int | None
+    ) -> list[bytes]:
+        """Pages, metadata buffer, state, number of decode ranks; see docs/protocol.md."""
+        own = [b""] * 3 if is_dummy else [pages, str(aux_index).encode("ascii"), states]
+        return [*own, b"%d" % self.required_dst_info_num]
 
     @property
     def header(self) -> list[bytes]:

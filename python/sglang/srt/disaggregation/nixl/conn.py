@@ -18,17 +18,8 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
-from sglang.srt.disaggregation.common.prefill_inbox import Backend, PrefillInbox
-from sglang.srt.disaggregation.common.wire import (
-    GIVEN_UP,
-    Reader,
-    Registration,
-    check_prefix_frames,
-    delta_frames,
-    room_header,
-    split_parts,
-    wire_int,
-)
+from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
+from sglang.srt.disaggregation.common.wire import DeltaInfo, Reader, room_header
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
 from sglang.srt.disaggregation.nixl import wire
@@ -47,38 +38,12 @@ __all__ = [
 
 
 @dataclasses.dataclass
-class TransferInfo(engine.TransferInfo):
-    """Decode's request for KV, with the prefix it holds.
-
-    decode_prefix_len: tokens, 0 for none. dummy: whether this rank sends nothing; None without the
-    flag, when empty indices mean it. parts: see `MessagePart`, by tag. heard_until: see `Pulse`.
-    """
-
-    decode_prefix_len: int = 0
-    dummy: bool | None = None
-    parts: dict[bytes, Any] = dataclasses.field(default_factory=dict)
-    heard_until: float = float("inf")
-
-    @property
-    def names_prefix(self) -> bool:
-        """Whether decode runs with the flag, so that this message names its prefix."""
-        return self.dummy is not None
+class TransferInfo(DeltaInfo, engine.TransferInfo):
+    """Decode's request for KV, with the prefix it holds."""
 
     def is_dummy(self) -> bool:
         """Replaces the engine's test: a full hit has empty indices too."""
         return self.dst_kv_indices.size == 0 if self.dummy is None else self.dummy
-
-    @classmethod
-    def from_zmq(cls, msg: list[bytes]) -> TransferInfo:
-        """Wraps the engine's parser: reads the frames that decode with a radix cache appends."""
-        msg, parts = split_parts(msg)
-        info = super().from_zmq(msg)
-        if len(msg) > 8:
-            check_prefix_frames(msg)
-            info.parts = parts
-            info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
-            info.dummy = msg[9] == b"1"
-        return info
 
 
 @dataclasses.dataclass
@@ -166,6 +131,7 @@ class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
+    rank_word, dummies_answer, late_answer = "agent", True, None
     room_books = (
         *CommonKVManager.room_books,
         "awaited_rooms",
@@ -194,16 +160,7 @@ class NixlKVManager(engine.NixlKVManager):
 
     def _start_bootstrap_thread(self) -> None:
         """Replaces the engine's thread, which ends at the first unreadable message."""
-        self.inbox: PrefillInbox[str] = PrefillInbox(
-            Backend(
-                rank_word="agent",
-                can_tell=lambda agent, names_prefix: agent in self.decode_kv_args_table,
-                dummies_answer=True,
-                late_cancel=lambda failure: None if failure is None else GIVEN_UP,
-                early_cancel=lambda refusal: (GIVEN_UP, refusal),
-            ),
-            self,
-        )
+        self.inbox: PrefillInbox[str] = PrefillInbox(self)
 
         def receive() -> None:
             while True:
@@ -221,10 +178,10 @@ class NixlKVManager(engine.NixlKVManager):
                 f"it does not start with {engine.GUARD!r}; is something else using this port?"
             )
         message = READER.read(frames[1:])
-        if isinstance(message, Registration):
-            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(message.frames))
-            return
-        self.inbox.take(message)
+        if message is None:
+            self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(frames[1:]))
+        else:
+            self.inbox.take(message)
 
     def _add_remote_peer(self, decode_kv_args) -> None:
         """Wraps the engine's, which keeps a registration that NIXL refused."""
@@ -233,6 +190,10 @@ class NixlKVManager(engine.NixlKVManager):
         except Exception:
             self.decode_kv_args_table.pop(decode_kv_args.agent_name, None)
             raise
+
+    def can_tell(self, agent: str, names_prefix: bool) -> bool:
+        """Whether the agent can be sent notifications; one without the flag ignores ours."""
+        return agent in self.decode_kv_args_table
 
     def listeners(self, infos: dict[str, TransferInfo]) -> set[str]:
         """The decode ranks to notify of a failure."""
@@ -510,11 +471,7 @@ class NixlKVReceiver(engine.NixlKVReceiver):
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
 
-        def body(is_dummy: bool, kv: bytes, state: bytes) -> list[bytes]:
-            return [kv, str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num, state]
-
-        frames = delta_frames(self.header, kv_indices, state_indices, decode_prefix_len, body)
-        asked = self.send_requests(kv_indices, frames)
+        asked = self.send_requests(kv_indices, aux_index, state_indices, decode_prefix_len)
         self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
         self._status.asked = asked
         if state_indices is not None:
@@ -560,6 +517,13 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         manager.required_prefill_response_num_table.pop(room, None)
         manager.request_status.pop(room, None)
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
+
+    def request_frames(
+        self, is_dummy: bool, pages: bytes, states: bytes, aux_index: int | None
+    ) -> list[bytes]:
+        """Pages, metadata buffer, number of decode ranks, state; see docs/protocol.md."""
+        numbers = [str(aux_index).encode("ascii"), b"%d" % self.required_dst_info_num]
+        return [b"", *numbers, b""] if is_dummy else [pages, *numbers, states]
 
     @property
     def header(self) -> list[bytes]:

@@ -38,7 +38,7 @@ class WaitingRooms(OrderedDict[int, dict[tuple[str, int], float]]):
         """``room`` waits in a decode rank, which will ask for it."""
         with self._rooms.lock:
             self._rooms.note_peer(host, port)
-            if not self._rooms.has_ended(room):
+            if room not in self._rooms.ended:
                 ranks = self.get(room, {})
                 remember(self, room, {**ranks, (host, port): time.monotonic()}, REMEMBERED_ROOMS)
 
