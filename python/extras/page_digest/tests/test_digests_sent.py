@@ -185,8 +185,8 @@ def test_pages_that_have_arrived_are_verified(over_mooncake, prefill_tp: int, de
     for receiver in bad.receivers:
         receiver.end()
     for rank in world.prefill:
-        mooncake.until(lambda rank=rank: not rank.manager.queued.answers, "no digest stays behind")
-    assert not any(rank.manager.awaited_rooms.told for rank in world.decode)
+        mooncake.until(lambda rank=rank: not rank.manager.queued, "no digest stays behind")
+    assert not any(rank.manager.awaited_rooms for rank in world.decode)
     world.assert_books_closed()
 
 

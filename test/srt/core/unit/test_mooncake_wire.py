@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_radix.hooks import Events
 from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.mooncake import conn
-from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
+from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRoom
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
     MooncakeKVManager,
@@ -399,7 +399,7 @@ def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
         enable_staging=False,
         staging=None,
         prefills=SimpleNamespace(of=lambda addr: Capabilities(version=1)),
-        awaited_rooms=AwaitedRooms(),
+        awaited_rooms={},
     )
     receiver.bootstrap_room, receiver.session_id, receiver.required_dst_info_num = 2**62, "10.0.0.1:15000", 1
     receiver.bootstrap_addr = ""
@@ -595,7 +595,7 @@ def test_a_wrong_prefix_fails_its_request_on_both_sides(world: World, changes: d
 def test_a_message_that_cannot_be_read_fails_its_room_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
     bad = world.request(1, 10, 4).start_prefill().start_decode()
     # As if decode had asked.
-    world.decode[0].manager.awaited_rooms.add(1, 0)
+    world.decode[0].manager.awaited_rooms[1] = AwaitedRoom({0})
     prefill = push(world.prefill[0])
     address = [b"127.0.0.1", b"%d" % world.decode[0].manager.rank_port]
     for frames in (
@@ -1293,7 +1293,7 @@ def test_a_message_that_is_read_while_its_room_ends_leaves_nothing_behind(world:
     give_up(request)
     request.wait_senders(KVPoll.Failed)
     wait_quiet(request)
-    manager.awaited_rooms.asked, manager.request_status[1] = Awaited({1: {0}}), KVPoll.Failed
+    manager.awaited_rooms, manager.request_status[1] = Awaited({1: AwaitedRoom({0})}), KVPoll.Failed
     push(world.decode[0]).send_multipart([b"1", b"%d" % status, b"0", b"said"])
     assert read.wait(30)
     receiver.end()

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.common.wire import GIVEN_UP, DeltaInfo, Reader, r
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import awaited_rooms, wire
 from sglang.srt.disaggregation.mooncake import conn as engine
-from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRooms
+from sglang.srt.disaggregation.mooncake.awaited_rooms import AwaitedRoom
 from sglang.srt.disaggregation.mooncake.watched_queue import QueuedChunks, WatchedQueue
 from sglang.srt.disaggregation.mooncake.wire import Peer
 from sglang.srt.utils.network import NetworkAddress
@@ -78,7 +78,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         self.session_failures: dict[str, int] = defaultdict(int)
         self.failed_sessions: set[str] = set()
         self.queued = QueuedChunks()
-        self.awaited_rooms = AwaitedRooms()
+        self.awaited_rooms: dict[int, AwaitedRoom] = {}
         super().__init__(*args, **kwargs)
 
     def start_prefill_thread(self) -> None:
@@ -172,7 +172,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             status != KVPoll.Success or not self.end_notices.take(room, {peer})
         ):
             return
-        answer = self.queued.answers.get(room) if status == KVPoll.Success else None
+        chunks = self.queued.get(room)
+        answer = chunks.answer if chunks is not None and status == KVPoll.Success else None
         try:
             if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
@@ -228,9 +229,9 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def _prepare(self, chunk) -> bool:
         """Whether to send a chunk: not if decode must have cancelled during a stall here."""
-        sender = self.queued.sender(chunk.room)
-        late = sender and sender.overdue()
-        if late:
+        queued = self.queued.get(chunk.room)
+        late = None if queued is None else queued.sender.overdue()
+        if late is not None:
             # The scheduler may not know yet, and decode may have reused the pages.
             self.fail_room(chunk.room, late)
             return False
@@ -307,7 +308,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def on_end(self, room: int, end: wire.End) -> None:
         """Record that a prefill rank writes no more for ``room``."""
-        self.awaited_rooms.add_end(room, end)
+        self.awaited_rooms[room].add_end(end)
         if not end.succeeded:
             reason = "its transfer failed, see its log" if end.said is None else end.said
             self.fail_room(room, f"prefill reported: {reason}")
@@ -402,7 +403,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         decode_prefix_len: int | None = None,
     ) -> None:
         """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md."""
-        self.kv_mgr.awaited_rooms.add(self.bootstrap_room, aux_index)
+        awaited = self.kv_mgr.awaited_rooms.setdefault(self.bootstrap_room, AwaitedRoom())
+        awaited.buffers.add(aux_index)
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
@@ -433,7 +435,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def answers(self, tag: bytes) -> Iterable[str]:
         """Replaces the base class's: answers arrive with the notices of success."""
-        return self.kv_mgr.awaited_rooms.answers(self.bootstrap_room)
+        awaited = self.kv_mgr.awaited_rooms.get(self.bootstrap_room, AwaitedRoom())
+        return awaited.answers.values()
 
     def clear(self) -> None:
         """Wraps the engine's: postponed while prefill may still write to the pages."""
@@ -444,7 +447,7 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         super().clear()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.addr_to_rooms_tracker.get(self.bootstrap_addr, set()).discard(room)
-        manager.awaited_rooms.forget(room)
+        manager.awaited_rooms.pop(room, None)
 
     def request_frames(
         self, is_dummy: bool, pages: bytes, states: bytes, aux_index: int | None
@@ -460,8 +463,8 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
 
     def _is_quiet(self) -> bool:
         # Without a prefix prefill is the engine, which reports nothing after a failure.
-        n = self.kv_mgr.awaited_rooms.num_quiet(self.bootstrap_room, says_so=self.peer_takes_prefix)
-        return n >= self.required_prefill_response_num
+        awaited = self.kv_mgr.awaited_rooms.get(self.bootstrap_room, AwaitedRoom())
+        return awaited.num_quiet(self.peer_takes_prefix) >= self.required_prefill_response_num
 
 
 class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):

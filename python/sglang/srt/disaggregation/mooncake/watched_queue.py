@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(eq=False)
 class WatchedQueue:
     """A transfer queue and its executor, as their one worker thread uses them.
 
-    room: being written. prepare: whether to send a chunk. done: called with each finished room.
+    prepare: whether to send a chunk. done: called with each finished room. room: being written.
     """
 
-    def __init__(
-        self,
-        queue,
-        executor: concurrent.futures.Executor,
-        prepare: Callable[[Any], bool],
-        done: Callable[[int], None],
-    ) -> None:
-        self.queue = queue
-        self.executor = executor
-        self.prepare = prepare
-        self.done = done
-        self.chunk: Any = None
-        self.writes: set[concurrent.futures.Future] = set()
-        self.room: int | None = None
-        self.lock = threading.Lock()
-        self.afterwards: list[Callable[[], None]] = []
+    queue: Any
+    executor: concurrent.futures.Executor
+    prepare: Callable[[Any], bool | None]
+    done: Callable[[int], None]
+    chunk: Any = None
+    writes: set[concurrent.futures.Future] = field(default_factory=set)
+    room: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def get(self):
         """The next chunk. The call also finishes the last one."""
@@ -84,47 +78,39 @@ class WatchedQueue:
             return True
 
 
-class QueuedChunks:
-    """Number and sender of each room's queued chunks. Changed under the lock of `Rooms`.
+@dataclass(eq=False)
+class RoomChunks:
+    """Queued chunks of a room. answer: to a part of decode's request, see `MessagePart`."""
 
-    answers: to a part of decode's request, see `MessagePart`, by room. writers: transfer threads.
-    """
+    sender: Any
+    number: int = 0
+    answer: str | None = None
+
+
+class QueuedChunks(dict[int, RoomChunks]):
+    """Queued chunks by room. Changed under the lock of `Rooms`. writers: transfer threads."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, str] = {}
+        super().__init__()
         self.writers: set[int] = set()
-        self._number: Counter[int] = Counter()
-        self._senders: dict[int, Any] = {}
-
-    def __contains__(self, room: object) -> bool:
-        return room in self._number
-
-    def __len__(self) -> int:
-        """The number of rooms with queued chunks."""
-        return len(self._number.keys() | self._senders.keys() | self.answers.keys())
 
     def add(self, room: int, sender: Any, answer: str | None) -> None:
         """Add a chunk of ``sender``'s request. answer: sent to decode when all is written."""
-        self._number[room] += 1
-        self._senders[room] = sender
-        if answer is not None:
-            self.answers[room] = answer
+        chunks = self.setdefault(room, RoomChunks(sender))
+        chunks.sender, chunks.number = sender, chunks.number + 1
+        chunks.answer = answer or chunks.answer
 
     def done(self, room: int) -> None:
         """A chunk has been written or discarded."""
-        self._number[room] -= 1
-        if self._number[room] <= 0:
-            del self._number[room]
-            self._senders.pop(room, None)
-            self.answers.pop(room, None)
-
-    def sender(self, room: int) -> Any:
-        """The sender of the room's chunks; None if none is queued."""
-        return self._senders.get(room)
+        chunks = self.get(room)
+        if chunks is not None:
+            chunks.number -= 1
+            if chunks.number == 0:
+                del self[room]
 
     def is_late(self, room: int, live: Any) -> bool:
         """Whether this thread writes for an ended request. live: the room's sender now."""
         if threading.get_ident() not in self.writers:
             return False
-        sender = self._senders.get(room)
-        return sender is None or live is not sender
+        chunks = self.get(room)
+        return chunks is None or live is not chunks.sender

@@ -38,44 +38,28 @@ class Peer:
         return cls(frames[0].decode("ascii"), wire_int(frames[1], "port"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Metadata:
-    """One part of a request's metadata: ``num_bytes`` for metadata buffer ``index``."""
+def check_metadata(
+    room: int, frames: list[bytes], item_lens: Sequence[int], buffers: Set[int | None]
+) -> None:
+    """Raise ValueError if the engine's message of metadata is invalid or is not for this request.
 
-    part: int
-    index: int
-    num_bytes: int
-
-    @classmethod
-    def read(cls, room: int, frames: list[bytes]) -> Metadata:
-        """Parse the engine's frames. Raises ValueError if they are invalid."""
-        if len(frames) != 6:
-            raise ValueError(
-                f"a message of metadata has 6 frames, this one of room {room} has {len(frames)}"
-            )
-        part, index = wire_int(frames[2], "part"), wire_int(frames[3], "metadata buffer")
-        if frames[4] != struct.pack(">I", len(frames[5])):
-            raise ValueError(f"a part of {len(frames[5])} bytes says that it has another length")
-        return cls(part, index, len(frames[5]))
-
-    def check(self, item_lens: Sequence[int], buffers: Set[int | None]) -> None:
-        """Raise ValueError if the write would leave the request's metadata.
-
-        item_lens: bytes of each part on this worker. buffers: of the request. A part may be shorter
-        than here, if only one of both workers has a draft model.
-        """
-        if not 0 <= self.part < len(item_lens):
-            raise ValueError(
-                f"it is part {self.part}, and this worker has parts 0 to {len(item_lens) - 1}"
-            )
-        if self.index not in buffers:
-            raise ValueError(
-                f"it is for metadata buffer {self.index}, which this request does not have"
-            )
-        if self.num_bytes > item_lens[self.part]:
-            raise ValueError(
-                f"it has {self.num_bytes} bytes for a part of at most {item_lens[self.part]} bytes"
-            )
+    item_lens: bytes of each part on this worker. buffers: of the request. A part may be shorter
+    than here, if only one of both workers has a draft model.
+    """
+    if len(frames) != 6:
+        raise ValueError(
+            f"a message of metadata has 6 frames, this one of room {room} has {len(frames)}"
+        )
+    part, index = wire_int(frames[2], "part"), wire_int(frames[3], "metadata buffer")
+    num_bytes = len(frames[5])
+    if frames[4] != struct.pack(">I", num_bytes):
+        raise ValueError(f"a part of {num_bytes} bytes says that it has another length")
+    if not 0 <= part < len(item_lens):
+        raise ValueError(f"it is part {part}, and this worker has parts 0 to {len(item_lens) - 1}")
+    if index not in buffers:
+        raise ValueError(f"it is for metadata buffer {index}, which this request does not have")
+    if num_bytes > item_lens[part]:
+        raise ValueError(f"it has {num_bytes} bytes for a part of at most {item_lens[part]} bytes")
 
 
 @dataclasses.dataclass(frozen=True)
