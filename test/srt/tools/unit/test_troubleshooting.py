@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from code_texts import HOLE, texts
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.authentication import Secret
-from sglang.srt.disaggregation.common.delta_receiver import what_landed
+from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import SenderState
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
@@ -172,13 +173,21 @@ def unreached(is_known: bool) -> str:
     return peers.why_unreached(addr, time.monotonic() - (700 if is_known else 70))
 
 
+def metadata_of_another() -> str:
+    told: list[str] = []
+    manager = SimpleNamespace(record_failure=lambda room, reason: told.append(reason))
+    receiver = SimpleNamespace(kv_mgr=manager, bootstrap_room=78, metadata_room=lambda: 77)
+    assert DeltaReceiver.once_metadata_landed(receiver, KVPoll.Success) == KVPoll.Failed
+    return told[0]
+
+
 #: What provokes a message, and the beginning of its row.
 PROVOKED = {
     "an engine that is not ours": (lambda: f"inactive: {loader.inert_reason('0.5.17')}.", "sglang-pd-radix: inactive"),
     "a long prompt": (lambda: raised_by(check_prompt, range(70), 100, 60), "The prompt has"),
     "a kernel on a CPU host": (lambda: raised_by(MissingOp("sgl_kernel.some_op")), "merge_state is a CUDA kernel"),
     "a queue that is full": (lambda: str(NotTaken("10.9.8.7:4000")), "10.0.0.2:41233 takes no messages"),
-    "metadata of another": (lambda: what_landed(77, 78, lambda: True), "its metadata buffer holds"),
+    "metadata of another": (metadata_of_another, "its metadata buffer holds"),
     "a clock that is wrong": (signed_elsewhere, "it was signed"),
     "a prefill that does not answer": (lambda: unreached(False), "prefill 10.0.0.1:8998 has not answered"),
     "a prefill that never hears": (lambda: unreached(True), "timed out after 300 s, in which prefill"),

@@ -45,7 +45,6 @@ class ReceiverState:
     may know where to write. writes_s: seconds for which prefill may write, 0 if unreported.
     given_up_at: monotonic time of the cancellation, 0 before. untold: prefill ranks not yet
     notified of it; told_at: the last attempt. over: whether no prefill rank writes any more.
-    complained: whether a failed notification has been logged.
     """
 
     dp_rank: int | None = None
@@ -56,32 +55,6 @@ class ReceiverState:
     untold: list[dict] = dataclasses.field(default_factory=list)
     told_at: float = 0.0
     over: bool = False
-    complained: bool = False
-
-
-def what_landed(in_buffer: int, room: int, is_overdue: Callable[[], bool]) -> str | None:
-    """Why ``room``'s metadata is not in its buffer: "" while it may arrive, None if it is."""
-    if in_buffer == room:
-        return None
-    if in_buffer == 0 and not is_overdue():
-        return ""
-    return (
-        f"its metadata buffer holds that of room {in_buffer}"
-        if in_buffer
-        else "its metadata has not come"
-    )
-
-
-def _quarantine_s(receiver: DeltaReceiver) -> float:
-    """Seconds after which prefill begins no write for a cancelled request, even unanswered.
-
-    It is the timeout that prefill reported when asked, as another prefill may have its address by
-    now, and at least this worker's own.
-    """
-    manager = receiver.kv_mgr
-    # Only another rank has asked prefill: use what prefill reports now.
-    wait_s = receiver.state.writes_s or manager.prefills.of(receiver.bootstrap_addr).waiting_timeout
-    return max(manager.waiting_timeout, wait_s)
 
 
 # Placeholder: `conn.py` puts the engine's class behind this one.
@@ -104,7 +77,6 @@ class DeltaReceiver(Base):
     required_prefill_response_num = 0
     # The frames by which prefill compares the request's prompt with its own, if it does.
     prompt: tuple[bytes, ...] = ()
-    quarantine_s = property(_quarantine_s)
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
         """Notes its creation time, and removes what an earlier request left in the room."""
@@ -263,17 +235,17 @@ class DeltaReceiver(Base):
         A rank may see the notification before the data, and ranks would commit in different steps.
         If another request's late write is in the buffer, the request must fail on all ranks.
         """
-        if state != KVPoll.Success:
+        room = self.bootstrap_room
+        if state != KVPoll.Success or self.metadata_room is None:
             return state
-        manager, room = self.kv_mgr, self.bootstrap_room
-        in_buffer = room if self.metadata_room is None else self.metadata_room()
-        problem = what_landed(in_buffer, room, self._is_overdue)
-        if problem == "":
+        in_buffer = self.metadata_room()
+        if in_buffer == room:
+            return state
+        if in_buffer == 0 and not self._is_overdue():
             return KVPoll.Transferring
-        if problem is not None:
-            manager.record_failure(room, problem)
-            return KVPoll.Failed
-        return KVPoll.Success
+        other = f"its metadata buffer holds that of room {in_buffer}"
+        self.kv_mgr.record_failure(room, other if in_buffer else "its metadata has not come")
+        return KVPoll.Failed
 
     def _is_overdue(self) -> bool:
         return (
@@ -304,15 +276,14 @@ class DeltaReceiver(Base):
     def _tell(self) -> None:
         """Cancel at the remaining prefill ranks; a rank that takes no message stays in the list."""
         state, room = self.state, self.bootstrap_room
+        again = state.told_at > 0
         untold, state.untold, state.told_at = state.untold, [], time.monotonic()
         for peer in untold:
             try:
                 self._send_to(peer, [*self.header, CANCEL])
             except Exception as e:
                 # The next attempt replaces a socket that was being closed.
-                quiet = state.complained or isinstance(e, NotTaken)
-                state.complained |= not quiet
-                level = logging.DEBUG if quiet else logging.WARNING
+                level = logging.DEBUG if again or isinstance(e, NotTaken) else logging.WARNING
                 logger.log(level, "Prefill cannot be told that room %s is given up: %s", room, e)
                 state.untold.append(peer)
 
@@ -345,6 +316,18 @@ class DeltaReceiver(Base):
         if state.over:
             self.end()
         return state.over
+
+    @property
+    def quarantine_s(self) -> float:
+        """Seconds after which prefill begins no write for a cancelled request, even unanswered.
+
+        It is the timeout that prefill reported when asked, as another prefill may have its address
+        by now, and at least this worker's own.
+        """
+        manager = self.kv_mgr
+        # Only another rank has asked prefill: use what prefill reports now.
+        wait_s = self.state.writes_s or manager.prefills.of(self.bootstrap_addr).waiting_timeout
+        return max(manager.waiting_timeout, wait_s)
 
     def _nobody_writes(self) -> bool:
         # If the request failed only on another rank, all data may have arrived here.

@@ -70,22 +70,6 @@ class SenderState:
         """Whether nothing more will be sent."""
         return self.phase >= Phase.FAILED
 
-    @property
-    def outcome(self) -> KVPoll | None:
-        """The outcome as the engine's KVPoll; None while the request goes on."""
-        if self.failed:
-            return KVPoll.Failed
-        return KVPoll.Success if self.phase == Phase.DONE else None
-
-    def accept(self, decode_prefix_len: int, due_at: float) -> None:
-        """Decode's request for KV is valid."""
-        self.phase, self.decode_prefix_len, self.due_at = Phase.ACCEPTED, decode_prefix_len, due_at
-
-    def succeed(self) -> None:
-        """All has been written."""
-        if not self.failed:
-            self.phase = Phase.DONE
-
     def fail(self, reason: str) -> None:
         """Fail the request; the first reason stays."""
         if not self.failed:
@@ -127,7 +111,7 @@ def check_asked(asked: Mapping[str, Any], prompt_len: int | None, page_size: int
             f"decode ranks disagree: prefixes {sorted(prefixes)}, delta pages {sorted(sizes)}"
         )
     prefix_len = prefixes.pop() if prefixes else 0
-    if prefix_len or names_prefix(infos):
+    if names_prefix(infos):
         if prompt_len is None:
             raise ValueError("this prefill does not know the length of the prompt")
         num_pages = sizes.pop() if sizes else None
@@ -173,16 +157,18 @@ class DeltaSender(Base):
 
     @property
     def conclude_state(self) -> KVPoll | None:
-        """The outcome, in the engine's attribute; what the engine sets goes into the state."""
-        return self.state.outcome
+        """The engine's attribute: the outcome, None while the request goes on."""
+        if self.has_failed():
+            return KVPoll.Failed
+        return KVPoll.Success if self.state.phase == Phase.DONE else None
 
     @conclude_state.setter
     def conclude_state(self, outcome: KVPoll | None) -> None:
         if outcome == KVPoll.Failed:
             # Another thread or the engine recorded the reason.
             self.state.fail(self.kv_mgr.failure_records.get(self.bootstrap_room, NO_REASON))
-        elif outcome == KVPoll.Success:
-            self.state.succeed()
+        elif outcome == KVPoll.Success and not self.has_failed():
+            self.state.phase = Phase.DONE
 
     @property
     def decode_prefix_len(self) -> int:
@@ -210,7 +196,7 @@ class DeltaSender(Base):
         except ValueError as e:
             self.fail(f"refused decode's request for KV: {e}")
             return False
-        state.accept(prefix_len, due_at)
+        state.phase, state.decode_prefix_len, state.due_at = Phase.ACCEPTED, prefix_len, due_at
         self.fail_if_refused()
         return not self.has_failed()
 
@@ -229,8 +215,6 @@ class DeltaSender(Base):
         if any(int.from_bytes(length, "little") != self.prompt_len for length in said):
             raise ValueError(OTHER_PROMPT)
 
-    # ---- questions ----
-
     def poll_asked(self) -> int:
         """Status that `poll` returns once decode has asked. An extra may return another one."""
         return KVPoll.WaitingForInput
@@ -248,8 +232,6 @@ class DeltaSender(Base):
     def overdue(self) -> str | None:
         """Why nothing may be written for this request any more; None if it may."""
         return self.state.overdue(self.kv_mgr.transfer_timeout)
-
-    # ---- commands ----
 
     def fail(self, reason: str) -> None:
         """Fail this request on this worker and on decode. The first reason stays."""
@@ -276,16 +258,15 @@ class DeltaSender(Base):
 
     def fail_if_refused(self) -> None:
         """Fail if decode's request was unusable or cancelled, or if its timeout is over."""
-        if not self.has_failed():
-            reason = self.kv_mgr.rooms.take_refusal(self.bootstrap_room) or self.overdue()
-            if reason is not None:
-                self.fail(reason)
+        reason = self.failure_reason()
+        if reason is not None:
+            self.kv_mgr.rooms.take_refusal(self.bootstrap_room)
+            self.fail(reason)
 
     def fail_if_overdue(self) -> None:
         """Fail this request, whose prompt has been computed, if its timeout is over."""
-        reason = None if self.has_failed() else self.overdue()
         # The poll may find that all is written, or fail the request for the same reason.
-        if reason is not None and self.poll() != KVPoll.Success:
+        if not self.has_failed() and (reason := self.overdue()) and self.poll() != KVPoll.Success:
             self.fail(reason)
 
     def end_failed_room(self, reason: str) -> set:
