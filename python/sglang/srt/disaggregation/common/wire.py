@@ -50,15 +50,23 @@ class DeltaInfo:
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> Any:
         """Wraps the engine's parser: reads the frames after its own. Raises ValueError."""
-        msg, prompt = split_prompt(msg)
+        prompt = None
+        if len(msg) >= ENGINE_FRAMES + 4 and msg[-2] == PROMPT:
+            msg, prompt = msg[:-2], msg[-1]
         msg, parts = split_parts(msg)
         info = super().from_zmq(msg)  # type: ignore[misc]
         info.prompt = prompt
         if len(msg) > ENGINE_FRAMES:
-            check_prefix_frames(msg)
-            info.parts = parts
+            if len(msg) != PREFIX_FRAMES:
+                known = f"{PREFIX_FRAMES} frames, and parts that are known behind them"
+                raise ValueError(
+                    f"a message with a decode prefix has {known}; this one has {len(msg)} without "
+                    "these"
+                )
+            if msg[9] not in (b"0", b"1"):
+                raise ValueError(f"whether this rank is a dummy is not 0 or 1: {msg[9][:32]!r}")
+            info.parts, info.dummy = parts, msg[9] == b"1"
             info.decode_prefix_len = wire_int(msg[8], "decode_prefix_len")
-            info.dummy = msg[9] == b"1"
         return info
 
 
@@ -131,40 +139,18 @@ class Reader(Generic[Peer]):
         room = wire_int(frames[0], "room")
         if frames[4:] == [CANCEL]:
             return Cancel(room, self.peer(frames))
+        peer = None
         try:
+            peer = self.peer(frames)
             info = self.info(frames)
-            return Request(room, self.name(info), self.peer(frames), info)
+            return Request(room, self.name(info), peer, info)
         except (ValueError, IndexError) as e:
-            return Unusable(room, self._peer_or_none(frames), len(frames) > ENGINE_FRAMES, str(e))
-
-    def _peer_or_none(self, frames: list[bytes]) -> Peer | None:
-        try:
-            return self.peer(frames)
-        except (ValueError, IndexError):
-            return None
+            return Unusable(room, peer, len(frames) > ENGINE_FRAMES, str(e))
 
 
 def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
     """The first frames of each message of decode about a request: the room and the sender."""
     return [b"%d" % room, host.encode("ascii"), b"%d" % port, name.encode("ascii")]
-
-
-def check_prefix_frames(message: list[bytes]) -> None:
-    """Check the frames after the engine's eight. Raises ValueError."""
-    if len(message) != PREFIX_FRAMES:
-        known = f"{PREFIX_FRAMES} frames, and parts that are known behind them"
-        raise ValueError(
-            f"a message with a decode prefix has {known}; this one has {len(message)} without these"
-        )
-    if message[9] not in (b"0", b"1"):
-        raise ValueError(f"whether this rank is a dummy is not 0 or 1: {message[9][:32]!r}")
-
-
-def split_prompt(message: list[bytes]) -> tuple[list[bytes], bytes | None]:
-    """Split off what the last two frames of a message say of decode's prompt."""
-    if len(message) < ENGINE_FRAMES + 4 or message[-2] != PROMPT:
-        return message, None
-    return message[:-2], message[-1]
 
 
 def split_parts(message: list[bytes]) -> tuple[list[bytes], dict[bytes, Any]]:

@@ -20,9 +20,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
 from sglang.srt.disaggregation.common.wire import DeltaInfo, Reader, room_header
+from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
-from sglang.srt.disaggregation.nixl import wire
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -78,22 +78,30 @@ class TransferStatus(engine.TransferStatus):
             done &= self.answers.get(tag, {}).keys()
         return done & self.state_from if self.expects_state else done
 
-    def add_notification(self, agent: str, said: wire.Notification, num_expected: int) -> None:
-        """Record a prefill agent's notification. num_expected: number of agents."""
-        if isinstance(said, wire.Chunk):
-            self.chunks.setdefault(agent, set()).add(said.number)
-            if said.last:
-                self.num_chunks[agent] = said.number + 1
+    def add_notification(self, agent: str, kind: str, text: str | None, num_expected: int) -> None:
+        """Record a prefill agent's notification; docs/protocol.md has the texts.
+
+        num_expected: number of agents. Raises ValueError if it is malformed.
+        """
+        if kind == "kv":
+            chunk, last, _ = (int(part) for part in (text or "").split("_"))
+            if chunk < 0 or last not in (0, 1):
+                raise ValueError("no such chunk")
+            self.chunks.setdefault(agent, set()).add(chunk)
+            if last:
+                self.num_chunks[agent] = chunk + 1
                 self.num_expected = num_expected
-        elif isinstance(said, wire.Metadata):
+        elif kind == "aux":
             self.aux_from.add(agent)
-        elif isinstance(said, wire.State):
+        elif kind == "state":
             self.state_from.add(agent)
-        elif isinstance(said, wire.Answer):
-            self.answers.setdefault(said.tag, {})[agent] = said.text
-        else:
+        elif kind == "fail":
             self.is_failure = True
             self.failed_from.add(agent)
+        elif text is not None and kind in {p.tag.decode() for p in hooks.parts() if p.answer}:
+            self.answers.setdefault(kind.encode(), {})[agent] = text
+        else:
+            raise ValueError(f"unknown kind {kind!r}")
 
     def is_quiet(self) -> bool:
         """Whether every expected agent has written all it announced or reported its end."""
@@ -318,22 +326,21 @@ class NixlKVManager(engine.NixlKVManager):
             for data in messages:
                 try:
                     self._on_notification(agent, data.decode("ascii"))
-                except (ValueError, IndexError) as e:
+                except ValueError as e:
                     logger.error(
                         "Ignored a notification of prefill agent %s: %r (%s)", agent, data[:64], e
                     )
 
     def _on_notification(self, agent_name: str, text: str) -> None:
-        room, kind, rest = wire.room_of(text)
+        number, kind, *rest = text.split("_", 2)
+        room, said = int(number), rest[0] if rest else None
         if room not in self.awaited_rooms:
             logger.debug("Notification for room %s, which nobody waits for: %s", room, text)
             return
-        said = wire.read(kind, rest)
-        if isinstance(said, wire.Failure):
-            self.record_failure(room, f"prefill reported: {said.reason}")
-        self.transfer_statuses[room].add_notification(
-            agent_name, said, self.required_prefill_response_num_table.get(room, 1)
-        )
+        if kind == "fail":
+            self.record_failure(room, f"prefill reported: {said or 'no reason'}")
+        num_expected = self.required_prefill_response_num_table.get(room, 1)
+        self.transfer_statuses[room].add_notification(agent_name, kind, said, num_expected)
 
 
 class NixlKVSender(engine.NixlKVSender):
