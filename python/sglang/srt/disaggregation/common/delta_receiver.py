@@ -62,7 +62,12 @@ Base: Any = object
 
 
 class DeltaReceiver(Base):
-    """Receiver that knows whether its prefill understands a prefix."""
+    """Receiver that knows whether its prefill understands a prefix.
+
+    A backend with a prefix has ``header``: the first frames of each message to prefill, and
+    ``request_frames(is_dummy, pages, states, aux_index)``: the engine's frames behind it of a
+    request for KV; a dummy rank gets neither pages nor states.
+    """
 
     # Whether the backend's send_metadata takes decode_prefix_len.
     carries_prefix = False
@@ -207,17 +212,6 @@ class DeltaReceiver(Base):
                 self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout,
             )
         return frozenset(p.tag for p, _ in parts if p.answer is not None)
-
-    def request_frames(
-        self, is_dummy: bool, pages: bytes, states: bytes, aux_index: int | None
-    ) -> list[bytes]:
-        """The engine's frames of a request for KV behind the header; backends override it."""
-        raise NotImplementedError
-
-    @property
-    def header(self) -> list[bytes]:
-        """The first frames of each message to prefill; backends with a prefix override it."""
-        raise NotImplementedError
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
         """Send a prefill rank a message. Raises NotTaken."""

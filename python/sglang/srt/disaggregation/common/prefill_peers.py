@@ -148,8 +148,17 @@ class PrefillPeers:
             answered = version is not None and self._manager.query_prefill(addr)
             known = known or answered
             self._manager.asked_prefill(addr, answered)
-            if version is not None and answered:
-                self._warn(addr, version)
+            if answered and version == DECODE_PREFIX_VERSION:
+                self._manager.met_prefill(addr)
+            elif answered:
+                logger.warning(
+                    "Prefill %s does not understand a decode prefix (version %s, this worker has "
+                    "%s): it will send whole prompts. Install sglang-pd-radix there to send only "
+                    "what is missing.",
+                    addr,
+                    version or "none",
+                    DECODE_PREFIX_VERSION,
+                )
         except Exception as e:
             logger.exception("Prefill %s cannot be used", addr)
             # A client gets this as JSON, in which a lone surrogate would fail.
@@ -161,19 +170,6 @@ class PrefillPeers:
             if not known:
                 # No request uses it. Any server may have answered 404.
                 self.capabilities.pop(addr, None)
-
-    def _warn(self, addr: str, version: int) -> None:
-        if version != DECODE_PREFIX_VERSION:
-            logger.warning(
-                "Prefill %s does not understand a decode prefix (version %s, this worker has %s): "
-                "it will send whole prompts. Install sglang-pd-radix there to send only what is "
-                "missing.",
-                addr,
-                version or "none",
-                DECODE_PREFIX_VERSION,
-            )
-            return
-        self._manager.met_prefill(addr)
 
     def ask_for_prefix(self, addr: str) -> int | None:
         """The decode prefix version that a prefill understands, 0 for none; None without an answer.
