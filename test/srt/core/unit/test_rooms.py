@@ -31,8 +31,6 @@ def test_a_room_lives_ends_and_may_be_used_again() -> None:
     assert rooms.live == {1: second} and 1 not in rooms.ended
     rooms.end(1, "its prefill was lost")
     assert rooms.ended.get(1) == "its prefill was lost"
-    rooms.reopen(1)
-    assert 1 not in rooms.ended
 
 
 def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
@@ -50,11 +48,11 @@ def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
     assert not rooms.writing
 
 
-def test_a_refusal_waits_for_its_sender_and_is_read_once() -> None:
+def test_a_refusal_waits_for_its_sender() -> None:
     rooms = Rooms()
     rooms.refuse(1, "no such agent")
     rooms.begin(1, object())
-    assert rooms.take_refusal(1) == "no such agent" and rooms.take_refusal(1) is None
+    assert rooms.refused == {1: "no such agent"}
 
 
 @pytest.mark.parametrize("given_up", [GIVEN_UP, f"refused decode's request for KV: {GIVEN_UP}"])
@@ -64,11 +62,11 @@ def test_that_decode_gives_a_room_up_hides_no_reason_for_it(given_up: str) -> No
     rooms.refuse(1, "its states do not fit")
     rooms.refuse(1, given_up)
     rooms.refuse(1, "its states do not fit either")
-    assert rooms.take_refusal(1) == "its states do not fit"
+    assert rooms.refused.get(1) == "its states do not fit"
     rooms.begin(2, sender(2))
     rooms.refuse(2, "its states do not fit")
     rooms.give_up(2)
-    assert rooms.take_refusal(2) == "its states do not fit" and len(rooms.given_up) == 1
+    assert rooms.refused.get(2) == "its states do not fit" and len(rooms.given_up) == 1
 
 
 def test_nothing_is_kept_of_a_refusal_that_nobody_will_read() -> None:
@@ -79,7 +77,7 @@ def test_nothing_is_kept_of_a_refusal_that_nobody_will_read() -> None:
     assert not rooms.refused
     rooms.end(2)
     rooms.refuse(2, "bad")
-    assert rooms.take_refusal(2) == "bad"
+    assert rooms.refused.get(2) == "bad"
 
 
 @pytest.mark.parametrize("end", [KVPoll.Success, KVPoll.Failed])

@@ -246,7 +246,7 @@ class CommonKVManager(engine.CommonKVManager):
         with self.rooms.lock:
             self.request_status.pop(room, None)
             self.failure_records.pop(room, None)
-            self.rooms.take_refusal(room)
+            self.rooms.refused.pop(room, None)
 
     def end_room(self, room: int, reason: str | None = None, posted: bool = False) -> None:
         """Remove decode's request for ``room`` and record the room's end, see `Rooms.end`."""
@@ -276,12 +276,10 @@ class CommonKVManager(engine.CommonKVManager):
 
     def rooms_held(self) -> dict[str, int]:
         """The number of rooms in each table; when idle, only rooms that decode alone asked for."""
-        rooms = self.rooms
-        held = {"live": rooms.live, "writing": rooms.writing, "given_up": rooms.given_up}
-        held |= {name: getattr(self, name, ()) for name in self.room_books}
-        sets = dict(held.get("addr_to_rooms_tracker") or {})
-        of_peers = {"addr_to_rooms_tracker": sum(map(len, sets.values()))}
-        return {name: len(table) for name, table in held.items()} | of_peers
+        held = {name: len(getattr(self.rooms, name)) for name in ("live", "writing", "given_up")}
+        held |= {name: len(getattr(self, name, ())) for name in self.room_books}
+        of_peers = dict(getattr(self, "addr_to_rooms_tracker", {})).values()
+        return held | {"addr_to_rooms_tracker": sum(map(len, of_peers))}
 
     def settle(self) -> None:
         """Fails queued requests that decode cancelled: nothing polls them. Called in every step."""

@@ -260,7 +260,7 @@ class DeltaSender(Base):
         """Fail if decode's request was unusable or cancelled, or if its timeout is over."""
         reason = self.failure_reason()
         if reason is not None:
-            self.kv_mgr.rooms.take_refusal(self.bootstrap_room)
+            self.kv_mgr.rooms.refused.pop(self.bootstrap_room, None)
             self.fail(reason)
 
     def fail_if_overdue(self) -> None:

@@ -73,7 +73,7 @@ class PrefillInbox(Generic[Peer]):
             self._turn_down(msg, f"it says that {sorted(counts | {n})} decode ranks will ask")
         else:
             # A room that succeeded may be used again, as in the engine.
-            rooms.reopen(room)
+            rooms.ended.pop(room, None)
             # Without the flag a repeated message replaces the last one, as in the engine.
             manager.transfer_infos.setdefault(room, {})[msg.name] = info
             if before is None and len(manager.transfer_infos[room]) == n:
@@ -85,9 +85,8 @@ class PrefillInbox(Generic[Peer]):
         if msg.name not in manager.decode_kv_args_table:
             return f"{manager.rank_word} {msg.name!r} has not registered its memory"
         # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
-        reason: str | None = None
-        if msg.names_prefix and not msg.is_dummy:
-            reason = manager.unfit(msg.name)
+        told = msg.names_prefix and not msg.is_dummy
+        reason: str | None = manager.unfit(msg.name) if told else None
         return reason
 
     def _too_late(self, msg: Request[Peer], reason: str) -> None:

@@ -80,7 +80,7 @@ class Rooms:
             if self.holder(room) is not None:
                 return False
             self.live[room] = sender
-            self.reopen(room)
+            self.ended.pop(room, None)
         return True
 
     def holder(self, room: int) -> Any:
@@ -94,11 +94,6 @@ class Rooms:
         with self.lock:
             if self.writing.get(room) is sender:
                 del self.writing[room]
-
-    def reopen(self, room: int) -> None:
-        """Remove the record that ``room`` has ended: a new request uses it."""
-        with self.lock:
-            self.ended.pop(room, None)
 
     def end(self, room: int, reason: str | None = None, posted: bool = False) -> None:
         """Record that ``room`` has ended, and why it failed.
@@ -115,14 +110,10 @@ class Rooms:
         """Record for the sender why decode's request is unusable; replaces only a cancellation."""
         with self.lock:
             first = self.refused.get(room, GIVEN_UP)
+            kept = reason if first.endswith(GIVEN_UP) else first
             # If the room has failed already, nobody would read it.
             if self.ended.get(room) is None:
-                remember(
-                    self.refused,
-                    room,
-                    reason if first.endswith(GIVEN_UP) else first,
-                    REMEMBERED_ROOMS,
-                )
+                remember(self.refused, room, kept, REMEMBERED_ROOMS)
 
     def refuse_request(self, room: int, reason: str) -> str:
         """`refuse` with the reason that clients of both workers see; returns it."""
@@ -130,11 +121,6 @@ class Rooms:
         logger.error("Room %s: %s", room, reason)
         self.refuse(room, reason)
         return reason
-
-    def take_refusal(self, room: int) -> str | None:
-        """Remove and return why decode's request for ``room`` was refused or cancelled."""
-        with self.lock:
-            return self.refused.pop(room, None)
 
     def give_up(self, room: int, reason: str = GIVEN_UP) -> None:
         """Record that decode cancelled a live ``room``; an unread reason stays."""

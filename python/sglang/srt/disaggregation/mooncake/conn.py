@@ -381,7 +381,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
         else:
             manager.end_room(room)
         manager.cancels.pop(room, None)
-        manager.rooms.take_refusal(room)
+        manager.rooms.refused.pop(room, None)
 
     def failure_exception(self) -> None:
         """Replaces the engine's: ranks that have not failed themselves notify decode too."""

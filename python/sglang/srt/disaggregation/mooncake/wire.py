@@ -85,11 +85,8 @@ class End:
         status, rank = wire_int(frames[1], "status"), wire_int(frames[2], "prefill rank")
         if status not in (KVPoll.Success, KVPoll.Failed):
             raise ValueError(f"room {room} cannot end with status {status}")
-        return cls(
-            status == KVPoll.Success,
-            rank,
-            frames[3].decode("ascii", "replace") if len(frames) == 4 else None,
-        )
+        said = frames[3].decode("ascii", "replace") if len(frames) == 4 else None
+        return cls(status == KVPoll.Success, rank, said)
 
 
 class CheckedSocket:
