@@ -385,7 +385,6 @@ def bare(dummy: bool = False) -> NixlKVReceiver:
         local_ip="10.0.0.1",
         rank_port=77,
         agent=SimpleNamespace(name="agent-of-decode", get_agent_metadata=lambda: b"metadata"),
-        awaited_rooms=set(),
         transfer_statuses={2**62: TransferStatus()},
         attn_tp_size=2,
         kv_args=SimpleNamespace(
@@ -644,7 +643,7 @@ def test_an_answer_that_nobody_waited_for_is_not_of_the_next_request_of_its_room
     assert receiver.poll() == KVPoll.Failed
     receiver.cancel()
     first.wait_senders(KVPoll.Failed)
-    assert len(world.prefill[0].told("7_fail")) == 1 and not world.decode[0].manager.awaited_rooms
+    assert len(world.prefill[0].told("7_fail")) == 1 and not world.decode[0].manager.transfer_statuses
     second = world.request(7).bootstrap()
     second.send()
     second.wait_receivers(KVPoll.Success)
@@ -1006,7 +1005,7 @@ def status_of(*texts: str | tuple[str, str], expected: int = 1, state: bool = Fa
     """A decode manager's status of one room after these notifications, of agent "p" where a text names none."""
     manager = object.__new__(NixlKVManager)
     status = TransferStatus(expects_state=state)
-    manager.awaited_rooms, manager.transfer_statuses = {BAD}, {BAD: status}
+    manager.transfer_statuses = {BAD: status}
     manager.required_prefill_response_num_table = {BAD: expected}
     manager.failure_records, manager.failure_lock = {}, threading.Lock()
     inbox: list[tuple[str, str]] = [text if isinstance(text, tuple) else ("p", text) for text in texts]
@@ -1149,7 +1148,7 @@ def test_the_books_of_every_request_are_closed(world):
     prefill, decode = world.prefill[0].manager, world.decode[0].manager
     assert not prefill.transfer_infos and not prefill.rooms.refused and not prefill.rooms.live
     assert not prefill.request_status and not prefill.failure_records
-    assert not decode.transfer_statuses and not decode.awaited_rooms and not decode.request_status
+    assert not decode.transfer_statuses and not decode.request_status
     assert not decode.required_prefill_response_num_table and not any(decode.addr_to_rooms_tracker.values())
 
 

@@ -209,7 +209,6 @@ def bare_receiver() -> NixlKVReceiver:
         local_ip="10.0.0.1",
         rank_port=77,
         agent=SimpleNamespace(name="decode"),
-        awaited_rooms=set(),
         transfer_statuses={7: TransferStatus()},
         request_status={7: KVPoll.WaitingForInput},
         required_prefill_response_num_table={},

@@ -140,18 +140,10 @@ class NixlKVManager(engine.NixlKVManager):
 
     ends_rooms = True
     rank_word, dummies_answer, late_answer = "agent", True, None
-    room_books = (
-        *CommonKVManager.room_books,
-        "awaited_rooms",
-        "transfer_statuses",
-        "unsettled",
-        "cancels",
-    )
+    room_books = (*CommonKVManager.room_books, "transfer_statuses", "unsettled", "cancels")
 
     def __init__(self, *args, **kwargs):
-        """Adds the tables that sort out late and foreign notifications."""
-        # Before the engine's `__init__`, which starts the thread that reads messages.
-        self.awaited_rooms: set[int] = set()
+        """Adds what writes need, before the engine starts the thread that reads messages."""
         # Handles posted by the current `send`, even if it fails later.
         self.posted: list = []
         # Whether this rank writes the metadata, or only reports that it has none.
@@ -334,13 +326,14 @@ class NixlKVManager(engine.NixlKVManager):
     def _on_notification(self, agent_name: str, text: str) -> None:
         number, kind, *rest = text.split("_", 2)
         room, said = int(number), rest[0] if rest else None
-        if room not in self.awaited_rooms:
+        status = self.transfer_statuses.get(room)
+        if status is None:
             logger.debug("Notification for room %s, which nobody waits for: %s", room, text)
             return
         if kind == "fail":
             self.record_failure(room, f"prefill reported: {said or 'no reason'}")
         num_expected = self.required_prefill_response_num_table.get(room, 1)
-        self.transfer_statuses[room].add_notification(agent_name, kind, said, num_expected)
+        status.add_notification(agent_name, kind, said, num_expected)
 
 
 class NixlKVSender(engine.NixlKVSender):
@@ -469,20 +462,16 @@ class NixlKVReceiver(engine.NixlKVReceiver):
         """Wraps the engine's message: with a decode_prefix_len, sends that of docs/protocol.md."""
         # Discard notifications of an earlier request of this room.
         self.kv_mgr.update_transfer_status()
-        self.kv_mgr.awaited_rooms.add(self.bootstrap_room)
-        self.kv_mgr.transfer_statuses[
-            self.bootstrap_room
-        ].num_expected = self.required_prefill_response_num
+        status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
+        status.num_expected = self.required_prefill_response_num
         if decode_prefix_len is None or self.bootstrap_infos is None:
             self.state.asked = True
             super().send_metadata(kv_indices, aux_index, state_indices)
             return
 
+        self._status, status.expects_state = status, state_indices is not None
         asked = self.send_requests(kv_indices, aux_index, state_indices, decode_prefix_len)
-        self._status = self.kv_mgr.transfer_statuses[self.bootstrap_room]
-        self._status.asked = asked
-        if state_indices is not None:
-            self._status.expects_state = True
+        status.asked = asked
         self.started_transfer = True
         self.init_time = time.time()
 
@@ -519,7 +508,6 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
     def _forget_room(self) -> None:
         manager, room = self.kv_mgr, self.bootstrap_room
-        manager.awaited_rooms.discard(room)
         manager.transfer_statuses.pop(room, None)
         manager.required_prefill_response_num_table.pop(room, None)
         manager.request_status.pop(room, None)
