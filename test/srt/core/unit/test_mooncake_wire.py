@@ -417,7 +417,7 @@ def test_a_message_without_a_prefix_is_the_engines_and_one_with_it_only_appends(
     long = frames_of(receiver, lambda: receiver.send_metadata(indices, 3, states, decode_prefix_len=128))
     assert short == engines and len(short[0]) == 8
     assert long == [engines[0] + [b"128", b"1" if dummy else b"0"]]
-    assert TransferInfo.from_zmq(short[0]).decode_prefix_len is None
+    assert not TransferInfo.from_zmq(short[0]).names_prefix
     info = TransferInfo.from_zmq(long[0])
     assert (info.decode_prefix_len, info.is_dummy) == (128, dummy)
     assert info.dst_kv_indices.tolist() == ([] if dummy else [5, 6, 9])
