@@ -54,7 +54,7 @@ def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
     # Both workers have spoken to such that do the same.
     manager = cast(Any, object.__new__(CommonKVManager))
     manager.rooms, manager.transfer_infos, manager.prefills = Rooms(), {}, SimpleNamespace(of=lambda addr: capable)
-    manager.rooms.note_peer("10.0.0.1", 1)
+    manager.rooms.has_met_flag = True
     capable = Capabilities(DECODE_PREFIX_VERSION)
     scheduler.longest_rid, scheduler.pp_size, scheduler.pp_rank = 2, 1, 0
     scheduler.attn_tp_cpu_group = scheduler.attn_cp_cpu_group = None
@@ -193,7 +193,7 @@ def test_prefill_spares_what_nobody_has_asked_for_where_a_decode_worker_with_the
     for room in (5, 50):
         loop.arrive(40, room, asked=False)
     if heard:
-        loop.schedulers[1].kv_manager().rooms.note_peer("10.0.0.1", 1)
+        loop.schedulers[1].kv_manager().rooms.has_met_flag = True
     abort_first(loop)
     left = ["request-50"] if heard else []
     for scheduler in loop.schedulers:
@@ -214,12 +214,12 @@ def test_pipeline_stages_spare_what_the_first_spares(monkeypatch, heard: bool):
         scheduler.longest_rid, scheduler.pp_size, scheduler.pp_rank = len("request-50"), 2, turns - 1
         if turns == 1:
             if heard:
-                scheduler.kv_manager().rooms.note_peer("10.0.0.1", 1)
+                scheduler.kv_manager().rooms.has_met_flag = True
             spared = scheduler_abort_mixin._spared_by_prefill(scheduler, message)
             assert [req.rid for req in spared] == ["request-50"] * heard
             # The next stage has not heard of it, or has.
             scheduler.kv_manager().rooms = Rooms()
-            scheduler.kv_manager().rooms.note_peer("10.0.0.2", 1)
+            scheduler.kv_manager().rooms.has_met_flag = True
         elif turns == 2:
             spared = scheduler_abort_mixin._spared_by_prefill(scheduler, message)
             assert [req.rid for req in spared] == ["request-50"] * heard

@@ -234,7 +234,7 @@ def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr(waiting_rooms.time, "monotonic", lambda: now[0])
     books = Rooms()
-    rooms = waiting_rooms.WaitingRooms(books)
+    rooms = waiting_rooms.WaitingRooms(books, lambda host, port: setattr(books, "has_met_flag", True))
     assert rooms.silent_s(1, since=40.0) == 0.0, "no decode worker that would say so has been heard of"
     rooms.note(1, "a", 1)
     assert rooms.silent_s(1, since=40.0) == 0.0

@@ -121,7 +121,7 @@ def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None
     peers.reached.add(rank)
     books: Any = SimpleNamespace(rooms=Rooms(), transfer_infos={})
     gone_ones: list[int] = []
-    unclaimed, waiting = peer_watch.Unclaimed(books), WaitingRooms(books.rooms)
+    unclaimed, waiting = peer_watch.Unclaimed(books), WaitingRooms(books.rooms, lambda *peer: None)
     watch = peer_watch.DecodeWatch(peers, books.rooms, waiting, lambda room: (), unclaimed, lambda: gone_ones.append(1))
 
     def lose() -> None:

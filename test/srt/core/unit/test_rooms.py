@@ -121,11 +121,3 @@ def test_the_books_stay_small_and_agree(steps: list[tuple[str, int]]) -> None:
                 assert list(rooms.ended)[-1] == room
             assert not rooms.live.keys() & rooms.ended.keys()
             assert len(rooms.ended) <= 3 and len(rooms.refused) <= 3
-
-
-def test_who_speaks_is_looked_after() -> None:
-    spoken: list[tuple[str, int]] = []
-    rooms = Rooms(lambda host, port: spoken.append((host, port)))
-    assert not rooms.has_met_flag
-    rooms.note_peer("a", 1)
-    assert spoken == [("a", 1)] and rooms.has_met_flag

@@ -64,14 +64,15 @@ class RegisteredRanks:
     def refusal(self, rank: Mapping[str, Any]) -> str | None:
         """Why this rank must not register, logged; None if it has the version of the first one."""
         name = _name(rank)
-        others = {reg.get(RANK_VERSION) for other, reg in self._ranks.items() if other != name}
-        if not others or rank.get(RANK_VERSION) in others:
+        version = rank.get(RANK_VERSION, "none")
+        others = {r.get(RANK_VERSION, "none") for other, r in self._ranks.items() if other != name}
+        if not others or version in others:
             return None
         self._refused[name] = (
             f"Rank {name} at {rank['rank_ip']}:{rank['rank_port']} is not taken into this prefill, "
-            f"which will serve nothing: it says version {_version(rank.get(RANK_VERSION))} of the "
+            f"which will serve nothing: it says version {version} of the "
             "decode prefix, and those that came before it "
-            f"{', '.join(sorted(map(_version, others)))}. Start all ranks with the same "
+            f"{', '.join(sorted(map(str, others)))}. Start all ranks with the same "
             "sglang-pd-radix, or all with SGLANG_PD_RADIX=0."
         )
         logger.error("%s", self._refused[name])
@@ -116,10 +117,6 @@ class RegisteredRanks:
 def _name(rank: Mapping[str, Any]) -> str:
     dp_rank = rank["attn_dp_rank"] if rank["system_dp_size"] == 1 else rank["system_dp_rank"]
     return f"DP{dp_rank} CP{rank['attn_cp_rank']} TP{rank['attn_tp_rank']} PP{rank['pp_rank']}"
-
-
-def _version(said: Any) -> str:
-    return "none" if said is None else str(said)
 
 
 def capabilities(version: int, cp_size: int, said_by_ranks: Mapping[str, Any]) -> dict[str, Any]:

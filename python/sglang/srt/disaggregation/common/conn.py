@@ -27,12 +27,7 @@ from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
 from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
-from sglang.srt.disaggregation.common.rooms import (
-    ENGINE_BOOKS,
-    OWN_ROOM,
-    EndNotices,
-    Rooms,
-)
+from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, EndNotices, Rooms
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -70,7 +65,7 @@ class CommonKVManager(engine.CommonKVManager):
         self.num_layers: int | None = None
         # Prefill: requests, decode ranks that cancelled a live room and wait for an answer, and
         # ranks notified of the end. The lock of `Rooms` covers transfer_infos too.
-        self.rooms = Rooms(self.met_decode)
+        self.rooms = Rooms()
         self.cancels: dict[int, set] = {}
         self.end_notices: EndNotices = EndNotices()
         # Seconds for which prefill may write and decode keeps pages. Read once: each poll uses it.
@@ -92,6 +87,7 @@ class CommonKVManager(engine.CommonKVManager):
 
     def met_decode(self, host: str, port: int) -> None:
         """Called for each message of a decode rank with the flag, in the reading thread."""
+        self.rooms.has_met_flag = True
 
     def heard_until(self, info: Any) -> float:
         """The monotonic time until which messages of the decode rank of ``info`` have been read."""

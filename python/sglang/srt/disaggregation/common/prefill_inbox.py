@@ -9,17 +9,13 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); de
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Request, Unusable
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Peer, Request, Unusable
 
 logger = logging.getLogger(__name__)
-
-# The backend's identity of a decode rank.
-Peer = TypeVar("Peer", bound=Hashable)
 
 
 class PrefillInbox(Generic[Peer]):
@@ -53,7 +49,7 @@ class PrefillInbox(Generic[Peer]):
         if before is None and not msg.is_dummy:
             manager.end_notices.begin(room, msg.peer, has_flag)
         if has_flag:
-            rooms.note_peer(info.endpoint, info.dst_port)
+            manager.met_decode(info.endpoint, info.dst_port)
         counts = {i.required_dst_info_num for i in asked.values()}
         if before is None and has_flag and asked and len(asked) >= max(counts):
             # Their prefix decides what is sent, which may be in flight.

@@ -11,16 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any, Generic
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.wire import GIVEN_UP
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Peer
 
 logger = logging.getLogger(__name__)
-
-# Identity of a decode rank: its address over Mooncake, the name of its agent over NIXL.
-Peer = TypeVar("Peer", bound=Hashable)
 
 # Ended rooms kept, so that a late or repeated message is not taken for a new request.
 REMEMBERED_ROOMS = 65536
@@ -57,9 +54,7 @@ class Rooms:
     that reads decode's messages.
     """
 
-    def __init__(self, on_peer: Callable[[str, int], None] = lambda host, port: None) -> None:
-        """on_peer: called with address and port of each decode rank with the flag that sends."""
-        self._on_peer = on_peer
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         # Senders of live requests.
         self.live: dict[int, Any] = {}
@@ -127,11 +122,6 @@ class Rooms:
         with self.lock:
             self.refused.setdefault(room, reason)
             self.given_up.append(self.live[room])
-
-    def note_peer(self, host: str, port: int) -> None:
-        """Record that a decode rank with the flag sends messages."""
-        self.has_met_flag = True
-        self._on_peer(host, port)
 
     def settle(self) -> None:
         """Poll cancelled senders, and remove those that have ended and so answered decode."""

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from sglang.srt.disaggregation.decode_radix import hooks
 
+# Identity of a decode rank: its address over Mooncake, the name of its agent over NIXL.
 Peer = TypeVar("Peer", bound=Hashable)
 
 # Last frame of decode's cancellation, and the reason with which prefill then fails the request.

@@ -42,7 +42,7 @@ class CommonKVManager(engine.CommonKVManager):
         self.peer_sockets = PeerSockets(CommonKVReceiver._ctx, answer_s())
         self.pulse, self.refusing = Pulse(), Refusing()
         super().__init__(*args, **kwargs)
-        self.waiting = WaitingRooms(self.rooms)
+        self.waiting = WaitingRooms(self.rooms, self.met_decode)
         if self.has_radix:
             self.peer_sockets.start(lambda: fail_lost_prefills(self))
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -72,6 +72,7 @@ class CommonKVManager(engine.CommonKVManager):
 
     def met_decode(self, host: str, port: int) -> None:
         """It is looked after from now on."""
+        super().met_decode(host, port)
         self.peer_sockets.watch(host, port)
 
     def heard_until(self, info: Any) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from sglang.srt.disaggregation.common.rooms import REMEMBERED_ROOMS, Rooms, remember
 from sglang.srt.disaggregation.common.wire import wire_int
@@ -21,9 +22,10 @@ class WaitingRooms(OrderedDict[int, dict[tuple[str, int], float]]):
     The request may come here only later. To be changed under the lock of ``rooms``. The oldest are forgotten.
     """
 
-    def __init__(self, rooms: Rooms):
+    def __init__(self, rooms: Rooms, met: Callable[[str, int], None]):
+        """met: called for each decode rank that says so."""
         super().__init__()
-        self._rooms = rooms
+        self._rooms, self._met = rooms, met
         # When a decode worker last asked for KV that does not say so: any room may wait there.
         self.silent_peer_at = 0.0
 
@@ -37,7 +39,7 @@ class WaitingRooms(OrderedDict[int, dict[tuple[str, int], float]]):
     def note(self, room: int, host: str, port: int) -> None:
         """``room`` waits in a decode rank, which will ask for it."""
         with self._rooms.lock:
-            self._rooms.note_peer(host, port)
+            self._met(host, port)
             if room not in self._rooms.ended:
                 ranks = self.get(room, {})
                 remember(self, room, {**ranks, (host, port): time.monotonic()}, REMEMBERED_ROOMS)
