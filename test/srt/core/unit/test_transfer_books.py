@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.mooncake.wire import End
 
 def test_the_oldest_rooms_are_forgotten(monkeypatch):
     monkeypatch.setattr(rooms, "REMEMBERED", 3)
-    words: EndNotices[str] = EndNotices()
+    words = EndNotices()
     for room in (1, 2, 3, 1, 4):
         words.begin(room, "a")
     assert [words.concerns(room, "a") for room in (1, 2, 3, 4)] == [True, False, True, True]

@@ -67,7 +67,7 @@ class CommonKVManager(engine.CommonKVManager):
         # ranks notified of the end. The lock of `Rooms` covers transfer_infos too.
         self.rooms = Rooms()
         self.cancels: dict[int, set] = {}
-        self.end_notices: EndNotices = EndNotices()
+        self.end_notices = EndNotices()
         # Seconds for which prefill may write and decode keeps pages. Read once: each poll uses it.
         self.transfer_timeout: float = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         # Decode: what is known of prefills, and queries for the addresses of their ranks.

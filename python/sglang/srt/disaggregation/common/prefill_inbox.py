@@ -9,16 +9,16 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); de
 from __future__ import annotations
 
 import logging
-from typing import Any, Generic
+from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Peer, Request, Unusable
+from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Request, Unusable
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillInbox(Generic[Peer]):
+class PrefillInbox:
     """Handles decode's messages, under the lock of the manager's `Rooms`.
 
     manager: has, of its backend, ``rank_word``: name of a decode rank in errors; ``can_tell``:
@@ -30,7 +30,7 @@ class PrefillInbox(Generic[Peer]):
     def __init__(self, manager: Any) -> None:
         self._manager = manager
 
-    def take(self, message: OfRoom[Peer]) -> None:
+    def take(self, message: OfRoom) -> None:
         """Handle one message of a decode rank about one room."""
         with self._manager.rooms.lock:
             if isinstance(message, Cancel):
@@ -40,7 +40,7 @@ class PrefillInbox(Generic[Peer]):
             else:
                 self._on_request(message)
 
-    def _on_request(self, msg: Request[Peer]) -> None:
+    def _on_request(self, msg: Request) -> None:
         """Handle a request for KV; its room may begin when all decode ranks have asked."""
         manager, rooms, room, info = self._manager, self._manager.rooms, msg.room, msg.info
         info.heard_until = manager.heard_until(info)
@@ -75,7 +75,7 @@ class PrefillInbox(Generic[Peer]):
             if before is None and len(manager.transfer_infos[room]) == n:
                 manager.update_status(room, KVPoll.WaitingForInput)
 
-    def _unfit(self, msg: Request[Peer]) -> str | None:
+    def _unfit(self, msg: Request) -> str | None:
         """Why this rank cannot write to that decode rank's memory; another's room goes on."""
         manager = self._manager
         if msg.name not in manager.decode_kv_args_table:
@@ -85,14 +85,14 @@ class PrefillInbox(Generic[Peer]):
         reason: str | None = manager.unfit(msg.name) if told else None
         return reason
 
-    def _too_late(self, msg: Request[Peer], reason: str) -> None:
+    def _too_late(self, msg: Request, reason: str) -> None:
         """The request has failed here already, or other decode ranks have asked for the room."""
         manager = self._manager
         known = msg.name in manager.decode_kv_args_table
         if known and (manager.dummies_answer or not msg.is_dummy):
             manager.tell_failure(msg.room, {msg.peer}, reason)
 
-    def _turn_down(self, msg: Request[Peer] | Unusable[Peer], reason: str) -> None:
+    def _turn_down(self, msg: Request | Unusable, reason: str) -> None:
         """Fail a room for an unusable message. The room's request may reach this worker later."""
         manager, room, peer = self._manager, msg.room, msg.peer
         reason = manager.rooms.refuse_request(room, reason)
@@ -100,7 +100,7 @@ class PrefillInbox(Generic[Peer]):
             manager.end_notices.begin(room, peer)
             manager.tell_failure(room, {peer}, reason)
 
-    def _on_cancel(self, message: Cancel[Peer]) -> None:
+    def _on_cancel(self, message: Cancel) -> None:
         """Handle a cancellation. Decode keeps the pages until this rank answers or has written all.
 
         A live request answers when its writes are done. A request that arrives later is refused.

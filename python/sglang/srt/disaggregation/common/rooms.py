@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from typing import Any, Generic
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Peer
+from sglang.srt.disaggregation.common.wire import GIVEN_UP
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Rooms:
                 self.given_up.append(sender)
 
 
-class EndNotices(Generic[Peer]):
+class EndNotices:
     """Ensures that each decode rank with the flag gets one notice per request: it has ended.
 
     Decode would take a second one for that of the room's next request, which is still written.
@@ -144,10 +144,10 @@ class EndNotices(Generic[Peer]):
 
     def __init__(self) -> None:
         # Whether a rank that asked for a room has been notified; the oldest are removed.
-        self._told: OrderedDict[tuple[int, Peer], bool] = OrderedDict()
+        self._told: OrderedDict[tuple[int, Hashable], bool] = OrderedDict()
         self._lock = threading.Lock()
 
-    def begin(self, room: int, peer: Peer, has_flag: bool = True) -> None:
+    def begin(self, room: int, peer: Hashable, has_flag: bool = True) -> None:
         """``peer`` asks for ``room`` and waits for a notice, unless it runs without the flag."""
         with self._lock:
             # Another worker may have had that address.
@@ -155,18 +155,18 @@ class EndNotices(Generic[Peer]):
             if has_flag:
                 remember(self._told, (room, peer), False, REMEMBERED)
 
-    def concerns(self, room: int, peer: Peer) -> bool:
+    def concerns(self, room: int, peer: Hashable) -> bool:
         """Whether ``peer`` is known to have asked for ``room``."""
         return (room, peer) in self._told
 
-    def take(self, room: int, peers: Iterable[Peer]) -> set[Peer]:
+    def take(self, room: int, peers: Iterable[Hashable]) -> set:
         """Those of ``peers`` that have not been notified; the caller notifies them."""
         with self._lock:
             due = {peer for peer in peers if not self._told.get((room, peer))}
             self._told.update(((room, peer), True) for peer in due if (room, peer) in self._told)
         return due
 
-    def undelivered(self, room: int, peer: Peer) -> None:
+    def undelivered(self, room: int, peer: Hashable) -> None:
         """The notice to ``peer`` could not be sent: it is due again."""
         with self._lock:
             if (room, peer) in self._told:

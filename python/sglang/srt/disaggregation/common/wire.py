@@ -12,12 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from sglang.srt.disaggregation.decode_radix import hooks
-
-# Identity of a decode rank: its address over Mooncake, the name of its agent over NIXL.
-Peer = TypeVar("Peer", bound=Hashable)
 
 # Last frame of decode's cancellation, and the reason with which prefill then fails the request.
 CANCEL = b"cancel"
@@ -72,15 +69,16 @@ class DeltaInfo:
 
 
 @dataclass(frozen=True)
-class Request(Generic[Peer]):
+class Request:
     """A decode rank asks for the KV of a room.
 
-    name: its key in the engine's tables. peer: its identity for notices. info: TransferInfo.
+    name: its key in the engine's tables. peer: its identity for notices, which is its address over
+    Mooncake and the name of its agent over NIXL. info: TransferInfo.
     """
 
     room: int
     name: str
-    peer: Peer
+    peer: Hashable
     info: Any
 
     @property
@@ -95,42 +93,42 @@ class Request(Generic[Peer]):
 
 
 @dataclass(frozen=True)
-class Unusable(Generic[Peer]):
+class Unusable:
     """A request for KV that is invalid for ``reason``. peer: the sender, None if unreadable.
 
     names_prefix: whether it has frames that only a decode worker with a radix cache sends.
     """
 
     room: int
-    peer: Peer | None
+    peer: Hashable
     names_prefix: bool
     reason: str
 
 
 @dataclass(frozen=True)
-class Cancel(Generic[Peer]):
+class Cancel:
     """A decode rank cancels a room, and keeps its pages until it gets an answer."""
 
     room: int
-    peer: Peer
+    peer: Hashable
 
 
-OfRoom = Request[Peer] | Unusable[Peer] | Cancel[Peer]
+OfRoom = Request | Unusable | Cancel
 
 
 @dataclass(frozen=True)
-class Reader(Generic[Peer]):
+class Reader:
     """How a backend reads the frames of a message, without its transport's own first frames.
 
     peer: the sender. name: the sender's key in the engine's tables. info: the backend's
     TransferInfo. All raise ValueError or IndexError for unreadable frames.
     """
 
-    peer: Callable[[list[bytes]], Peer]
+    peer: Callable[[list[bytes]], Hashable]
     name: Callable[[Any], str]
     info: Callable[[list[bytes]], Any]
 
-    def read(self, frames: list[bytes]) -> OfRoom[Peer] | None:
+    def read(self, frames: list[bytes]) -> OfRoom | None:
         """Parse a message, None for a registration of memory, which is the engine's.
 
         Raises ValueError or IndexError if not even the room can be read.

@@ -55,7 +55,7 @@ class TransferInfo(DeltaInfo, engine.TransferInfo):
 # For a failure without a reason on this decode rank.
 ELSEWHERE = "failed on another rank of decode"
 
-READER: Reader[Peer] = Reader(
+READER = Reader(
     peer=lambda frames: Peer.read(frames[1:3]),
     name=lambda info: info.mooncake_session_id,
     info=lambda frames: TransferInfo.from_zmq(frames),
@@ -83,7 +83,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_prefill_thread(self) -> None:
         """Wraps the engine's thread: it gets only readable messages."""
-        self.inbox: PrefillInbox[Peer] = PrefillInbox(self)
+        self.inbox = PrefillInbox(self)
         self.server_socket = wire.CheckedSocket(self.server_socket, self._check_on_prefill)
         super().start_prefill_thread()
 

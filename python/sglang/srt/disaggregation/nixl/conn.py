@@ -128,7 +128,7 @@ class LockedAgent:
 
 
 # For the frames after the engine's guard.
-READER: Reader[str] = Reader(
+READER = Reader(
     peer=lambda frames: frames[3].decode("ascii"),
     name=lambda info: info.agent_name,
     info=lambda frames: TransferInfo.from_zmq(frames),
@@ -160,7 +160,7 @@ class NixlKVManager(engine.NixlKVManager):
 
     def _start_bootstrap_thread(self) -> None:
         """Replaces the engine's thread, which ends at the first unreadable message."""
-        self.inbox: PrefillInbox[str] = PrefillInbox(self)
+        self.inbox = PrefillInbox(self)
 
         def receive() -> None:
             while True:
