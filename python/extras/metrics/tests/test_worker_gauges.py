@@ -16,7 +16,7 @@ from decode_world import World
 from overlapped_loop import LoopEnds
 from prometheus_client import multiprocess
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.delta_sender import SenderState
+from sglang.srt.disaggregation.common.delta_sender import DeltaSender, SenderState
 from sglang.srt.disaggregation.local_prefill import LocalHooks, LocalPrefills, LocalReq
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler_gauges_mixin
@@ -504,6 +504,9 @@ WINDOWS = "there are 3 pages of its state or window, and decode expects 4"
 CUT = "prefill has cut the prompt to the longest that it takes (--allow-auto-truncate)"
 
 
+LATE = SimpleNamespace(state=SenderState(due_at=0.0), kv_mgr=SimpleNamespace(transfer_timeout=300))
+
+
 @pytest.mark.parametrize(
     ("reason", "cause"),
     [
@@ -520,7 +523,7 @@ CUT = "prefill has cut the prompt to the longest that it takes (--allow-auto-tru
         ("refused decode's request for KV: decode gave the request up", "gave_up"),
         ("no reason was recorded", ELSEWHERE),
         ("failed on another rank of decode", ELSEWHERE),
-        (SenderState(due_at=0.0).overdue(300), "timeout"),
+        (DeltaSender.overdue(LATE), "timeout"),
         ("its metadata has not come", "timeout"),
         ("a piece could not be written to decode at 10.0.0.1:1", "backend"),
         ("TypeError: 'int' object is not iterable", OTHER),

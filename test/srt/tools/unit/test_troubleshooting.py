@@ -16,7 +16,7 @@ from code_texts import HOLE, texts
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.authentication import Secret
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
-from sglang.srt.disaggregation.common.delta_sender import SenderState
+from sglang.srt.disaggregation.common.delta_sender import DeltaSender, SenderState
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
 from sglang.srt.managers import gateway_notice, schedule_batch
@@ -181,6 +181,8 @@ def metadata_of_another() -> str:
     return told[0]
 
 
+LATE = SimpleNamespace(state=SenderState(due_at=0.0), kv_mgr=SimpleNamespace(transfer_timeout=60))
+
 #: What provokes a message, and the beginning of its row.
 PROVOKED = {
     "an engine that is not ours": (lambda: f"inactive: {loader.inert_reason('0.5.17')}.", "sglang-pd-radix: inactive"),
@@ -191,7 +193,7 @@ PROVOKED = {
     "a clock that is wrong": (signed_elsewhere, "it was signed"),
     "a prefill that does not answer": (lambda: unreached(False), "prefill 10.0.0.1:8998 has not answered"),
     "a prefill that never hears": (lambda: unreached(True), "timed out after 300 s, in which prefill"),
-    "a prefill that is slow": (lambda: SenderState.overdue(SimpleNamespace(due_at=0), 60), "not all of its KV"),
+    "a prefill that is slow": (lambda: DeltaSender.overdue(LATE), "not all of its KV"),
     "a gateway that is not there": (
         lambda: logged_by(gateway_notice.leave_all, ["http://127.0.0.1:1"], "decode", "127.0.0.1", 30001),
         "Gateway http",

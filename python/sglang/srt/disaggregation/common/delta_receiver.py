@@ -144,35 +144,8 @@ class DeltaReceiver(Base):
         keys = [f"{addr}_{rank}_{cp}_{self.target_tp_rank}" for cp in self.target_cp_ranks]
         known = [manager.connection_pool.get(key) for key in keys]
         if None in known:
-            known = self._register()
+            known = _register(self)
         self.bootstrap_infos = [info for infos in known for info in infos or ()]
-
-    def _register(self) -> list[list[dict]]:
-        """Register this worker's memory with the ranks of a new prefill, which it returns.
-
-        Raises NotConnected during their query, and ConnectionError.
-        """
-        manager, addr, state = self.kv_mgr, self.bootstrap_addr, self.state
-        queries, name = manager.rank_queries, f"{addr}, DP rank {self.prefill_dp_rank}"
-        if state.query is None:
-            # Requests that arrive during a query share it.
-            state.query = queries.get(name)
-            if state.query is None or state.query.done():
-                state.query = in_background(_ranks_fetcher(self), f"ask {name} for its ranks")
-                queries[name] = state.query
-        if not state.query.done():
-            raise NotConnected
-        queries.pop(name, None)
-        if (error := state.query.exception()) is not None:
-            raise ConnectionError(f"{type(error).__name__}: {error}")
-        prefill, found = state.query.result()
-        if manager.prefill_info_table.get(addr) is not prefill:
-            raise ConnectionError("it was lost in the meantime")
-        for infos in found.values():
-            self.bootstrap_infos = infos
-            self._register_kv_args()
-        manager.connection_pool.update(found)
-        return [*found.values()]
 
     def failure(self) -> Exception:
         """The error of a failed request. Changes nothing."""
@@ -207,10 +180,8 @@ class DeltaReceiver(Base):
             mine = chain(*([p.tag, *said] for p, said in parts if p.dummies or not is_dummy))
             prefix = [b"%d" % decode_prefix_len, b"%d" % is_dummy]
             self._send_to(peer, [*self.header, *own, *prefix, *mine, *self.prompt])
-            self.state.asked, self.state.writes_s = (
-                True,
-                self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout,
-            )
+            self.state.asked = True
+            self.state.writes_s = self.kv_mgr.prefills.of(self.bootstrap_addr).waiting_timeout
         return frozenset(p.tag for p, _ in parts if p.answer is not None)
 
     def _send_to(self, peer: dict, frames: list[bytes]) -> None:
@@ -242,10 +213,8 @@ class DeltaReceiver(Base):
         return KVPoll.Failed
 
     def _is_overdue(self) -> bool:
-        return (
-            self.init_time is not None
-            and time.time() - self.init_time >= self.kv_mgr.waiting_timeout
-        )
+        begun = self.init_time
+        return begun is not None and time.time() - begun >= self.kv_mgr.waiting_timeout
 
     def fail(self, reason: str) -> None:
         """Fail this request for ``reason``; the queues see it at its next poll."""
@@ -269,8 +238,7 @@ class DeltaReceiver(Base):
 
     def _tell(self) -> None:
         """Cancel at the remaining prefill ranks; a rank that takes no message stays in the list."""
-        state, room = self.state, self.bootstrap_room
-        again = state.told_at > 0
+        state, room, again = self.state, self.bootstrap_room, self.state.told_at > 0
         untold, state.untold, state.told_at = state.untold, [], time.monotonic()
         for peer in untold:
             try:
@@ -315,8 +283,8 @@ class DeltaReceiver(Base):
     def quarantine_s(self) -> float:
         """Seconds after which prefill begins no write for a cancelled request, even unanswered.
 
-        It is the timeout that prefill reported when asked, as another prefill may have its address
-        by now, and at least this worker's own.
+        At least this worker's own timeout, and that of prefill when asked: another prefill may have
+        its address by now.
         """
         manager = self.kv_mgr
         # Only another rank has asked prefill: use what prefill reports now.
@@ -343,6 +311,34 @@ class DeltaReceiver(Base):
 
     def _forget_room(self) -> None:
         """Remove an ended request; backends that keep state of a failed one override it."""
+
+
+def _register(receiver: DeltaReceiver) -> list[list[dict]]:
+    """Register this worker's memory with the ranks of a new prefill, which it returns.
+
+    Raises NotConnected during their query, and ConnectionError.
+    """
+    manager, addr, state = receiver.kv_mgr, receiver.bootstrap_addr, receiver.state
+    queries, name = manager.rank_queries, f"{addr}, DP rank {receiver.prefill_dp_rank}"
+    if state.query is None:
+        # Requests that arrive during a query share it.
+        state.query = queries.get(name)
+        if state.query is None or state.query.done():
+            state.query = in_background(_ranks_fetcher(receiver), f"ask {name} for its ranks")
+            queries[name] = state.query
+    if not state.query.done():
+        raise NotConnected
+    queries.pop(name, None)
+    if (error := state.query.exception()) is not None:
+        raise ConnectionError(f"{type(error).__name__}: {error}")
+    prefill, found = state.query.result()
+    if manager.prefill_info_table.get(addr) is not prefill:
+        raise ConnectionError("it was lost in the meantime")
+    for infos in found.values():
+        receiver.bootstrap_infos = infos
+        receiver._register_kv_args()
+    manager.connection_pool.update(found)
+    return [*found.values()]
 
 
 def _ranks_fetcher(receiver: DeltaReceiver) -> Callable[[], tuple[Any, dict[str, list[dict]]]]:

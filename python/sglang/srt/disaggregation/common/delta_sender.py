@@ -65,14 +65,9 @@ class SenderState:
     due_at: float = math.inf
     reason: str | None = None
 
-    @property
-    def failed(self) -> bool:
-        """Whether nothing more will be sent."""
-        return self.phase >= Phase.FAILED
-
     def fail(self, reason: str) -> None:
         """Fail the request; the first reason stays."""
-        if not self.failed:
+        if self.phase < Phase.FAILED:
             self.phase, self.reason = Phase.FAILED, reason
 
     def reach(self, phase: Phase) -> bool:
@@ -81,19 +76,6 @@ class SenderState:
             return False
         self.phase = phase
         return True
-
-    def overdue(self, timeout_s: float) -> str | None:
-        """Why nothing more may be written: the transfer timeout is over. None before.
-
-        Decode keeps its pages that long, and a NIXL write to a hung worker never ends. Never set
-        for a decode worker without the flag.
-        """
-        if time.monotonic() < self.due_at:
-            return None
-        return (
-            f"not all of its KV has been sent in the {timeout_s:g} s for which it waits, by "
-            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT on prefill"
-        )
 
 
 def names_prefix(asked: Iterable[Any]) -> bool:
@@ -221,7 +203,7 @@ class DeltaSender(Base):
 
     def has_failed(self) -> bool:
         """Whether nothing more will be sent for this request."""
-        return self.state.failed
+        return self.state.phase >= Phase.FAILED
 
     def failure_reason(self) -> str | None:
         """Why this request has failed or fails at its next poll; None if it goes on. Cheap."""
@@ -230,8 +212,17 @@ class DeltaSender(Base):
         return self.kv_mgr.rooms.refused.get(self.bootstrap_room) or self.overdue()
 
     def overdue(self) -> str | None:
-        """Why nothing may be written for this request any more; None if it may."""
-        return self.state.overdue(self.kv_mgr.transfer_timeout)
+        """Why nothing more may be written: the transfer timeout is over. None before.
+
+        Decode keeps its pages that long, and a NIXL write to a hung worker never ends. Never set
+        for a decode worker without the flag.
+        """
+        if time.monotonic() < self.state.due_at:
+            return None
+        return (
+            f"not all of its KV has been sent in the {self.kv_mgr.transfer_timeout:g} s for which "
+            "it waits, by SGLANG_DISAGGREGATION_WAITING_TIMEOUT on prefill"
+        )
 
     def fail(self, reason: str) -> None:
         """Fail this request on this worker and on decode. The first reason stays."""

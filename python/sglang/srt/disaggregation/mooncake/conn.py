@@ -117,9 +117,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     @property
     def _rank(self) -> int:
         """The engine's number of this prefill rank in messages to decode."""
-        return (
-            self.attn_tp_rank * self.pp_size + self.pp_rank
-        ) * self.attn_cp_size + self.attn_cp_rank
+        stage = self.attn_tp_rank * self.pp_size + self.pp_rank
+        return stage * self.attn_cp_size + self.attn_cp_rank
 
     def can_tell(self, peer: Peer, names_prefix: bool) -> bool:
         """Whether the rank reads notices of four frames."""
@@ -178,8 +177,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             if answer is None:
                 super().sync_status_to_decode_endpoint(remote, dst_port, room, status, prefill_rank)
             else:
-                reply = [b"%d" % number for number in (room, status, prefill_rank)]
-                reply.append(answer.encode("ascii"))
+                reply = wire.end_frames(room, status, prefill_rank, answer)
                 # The engine's socket, which keeps the order of messages.
                 address = NetworkAddress(remote, dst_port)
                 self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send_multipart(reply)
@@ -216,12 +214,11 @@ class MooncakeKVManager(engine.MooncakeKVManager):
             try:
                 super().transfer_worker(watched, watched, staging_buffer)
             except Exception as e:
-                err = e.__context__ or e
-                logger.exception("Transfer of room %s failed", watched.room)
-                if watched.room in self.request_status:
-                    self.fail_room(
-                        watched.room, f"transfer over Mooncake failed: {type(err).__name__}: {err}"
-                    )
+                room, err = watched.room, e.__context__ or e
+                logger.exception("Transfer of room %s failed", room)
+                why = f"transfer over Mooncake failed: {type(err).__name__}: {err}"
+                if room in self.request_status:
+                    self.fail_room(room, why)
 
     def watch(self, queue, executor, staging_buffer) -> WatchedQueue:
         """The queue that a transfer thread gets."""
@@ -268,9 +265,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     def tell_failure(self, room: int, peers: Iterable[Peer], reason: str) -> None:
         """Notify decode, once, that ``room`` failed, when no write is in flight."""
         due = self.end_notices.take(room, peers)
-        # The engine's failure message and, as a fourth frame, the reason.
-        frames = [b"%d" % number for number in (room, KVPoll.Failed, self._rank)]
-        frames.append(reason.encode("ascii", "replace"))
+        frames = wire.end_frames(room, KVPoll.Failed, self._rank, reason)
 
         def tell() -> None:
             for peer in due:
@@ -296,9 +291,8 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
     def start_decode_thread(self) -> None:
         """Wraps the engine's threads: they get only readable messages."""
-        self.server_socket = wire.CheckedSocket(
-            self.server_socket, partial(awaited_rooms.take, self)
-        )
+        check = partial(awaited_rooms.take, self)
+        self.server_socket = wire.CheckedSocket(self.server_socket, check)
         super().start_decode_thread()
 
     @property

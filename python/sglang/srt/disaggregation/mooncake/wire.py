@@ -89,6 +89,11 @@ class End:
         return cls(status == KVPoll.Success, rank, said)
 
 
+def end_frames(room: int, status: int, rank: int, said: str) -> list[bytes]:
+    """The engine's message of an end and, as a fourth frame, what `End.said` gets."""
+    return [*(b"%d" % n for n in (room, status, rank)), said.encode("ascii", "replace")]
+
+
 class CheckedSocket:
     """The manager's socket for the engine's threads, which end at the first unreadable message.
 
