@@ -294,9 +294,9 @@ STATUSES = (
 #: Of `GET /server_info`, under `internal_states[i].kv_pool`.
 POOL_FIELDS = {
     "dp_rank": "DP rank, if there are several, in the order of their answers",
-    "size": "tokens of the KV pool; with sliding windows of the full pool, as the next three. These four and "
-    "`used_peak` only where one pool has all KV: not on prefill with a hierarchical cache, for hybrid models or "
-    "windows, nor on decode with windows without the flag",
+    "size": "tokens of the KV pool; with sliding windows, of the full pool, like the next three. Missing, as these and "
+    "`used_peak`, on prefill with a hierarchical cache, hybrid models or windows, and on decode with windows without "
+    "the flag",
     "available": "free tokens",
     "evictable": "tokens in the tree that no request holds",
     "protected": "tokens in the tree that requests hold",
@@ -306,8 +306,7 @@ POOL_FIELDS = {
     "oldest": "the five oldest: rid, state, seconds, prompt_tokens, decode_prefix (tokens that decode held), "
     "output_tokens",
     "used_peak": "most tokens held by requests since the last flush; decode only, also without the flag",
-    "longest_queue_step_s": "longest step of decode's queues since then, less waits for a core: a wait for a peer "
-    "would show here",
+    "longest_queue_step_s": "longest step of decode's queues since then, without waits for a core",
     "computes_up_to": "longest remainder that decode computes itself; only with local prefill",
     "itl": "with an ITL target: mean time of the last steps, predicted time, requests that wait for it, how often it "
     "throttled the next request, and the parts of a step",
@@ -323,16 +322,16 @@ POOL_FIELDS = {
         "rooms in each table of the transfer backend; when idle, only those that decode asked for and whose requests "
         "have not reached this prefill, for up to `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`"
     ),
-    "locks_taken": "locks of the tree taken; with the flag",
-    "locks_released": "released: when idle, as many",
-    "audit": "when idle, with the flag: contradictions found in tree and pools; empty: none",
+    "locks_taken": "locks taken on the tree; with the flag",
+    "locks_released": "locks released; the same number when idle",
+    "audit": "when idle, with the flag: inconsistencies found in tree and pools",
     "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory: size, available, evictable, "
     "protected, saving; since the start saved, loaded, dropped for lack of space, evicted before they were "
     "saved; under `storage` those written to and read from a storage",
-    "window_size": "tokens of the pool of sliding windows",
-    "window_available": "free ones; when idle all",
+    "window_size": "tokens of the sliding-window pool",
+    "window_available": "free tokens of it; all of them when idle",
     "state_slots": "slots for states (linear attention, Mamba2)",
-    "free_state_slots": "free ones; when idle all, but those that the tree of a prefill worker keeps",
+    "free_state_slots": "free ones; when idle, all but those in the tree of a prefill worker",
 }
 
 #: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
@@ -340,7 +339,7 @@ DETAIL_FIELDS = {
     "decode_prefix": "tokens of the prompt that decode held",
     "decode_host": "of these, from host memory (`--enable-hierarchical-cache` on decode)",
     "decode_storage": "of these, fetched for this request (`--hicache-storage-backend` too)",
-    "transferred": "tokens that prefill sent; together the prompt",
+    "transferred": "tokens that prefill sent",
     "decode_computed": "tokens that decode computed; only with local prefill",
     "transferred_bytes": "bytes sent, over all TP ranks",
     "saved_bytes": "bytes not sent, over all TP ranks",
