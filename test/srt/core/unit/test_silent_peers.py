@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -230,8 +231,11 @@ def test_a_prefill_that_is_lost_while_it_is_asked_leaves_no_connection(world: An
     info = manager.prefill_info_table[receiver.bootstrap_addr]
     manager._handle_node_failure(receiver.bootstrap_addr)
     assert receiver.poll() == KVPoll.Failed
+    # Another one has its address now.
+    manager.prefill_info_table[receiver.bootstrap_addr] = copy.copy(info)
+    joined = begin(world, 3)
     gate.open.set()
-    until(receiver.state.query.done, "the end of the question")
+    until(lambda: joined.poll() == KVPoll.Failed, "the end of the question")
     assert not manager.connection_pool and receiver.bootstrap_infos is None
     manager.prefill_info_table[receiver.bootstrap_addr] = info
     later = begin(world, 2)

@@ -23,8 +23,8 @@ class PrefillInbox:
 
     manager: has, of its backend, ``rank_word``: name of a decode rank in errors; ``can_tell``:
     whether to notify a rank of its unusable message, given whether it has a radix cache;
-    ``dummies_answer``: whether a dummy rank answers a request for a failed room; ``late_answer``:
-    to a cancellation after a success; ``in_the_way``: what of an earlier request blocks a room.
+    ``dummies_answer``: whether a dummy rank answers a request for a failed room; ``in_the_way``:
+    what of an earlier request blocks a room.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -111,9 +111,10 @@ class PrefillInbox:
                 manager.cancels.setdefault(room, set()).add(peer)
             manager.rooms.give_up(room)
         elif room in manager.rooms.ended:
-            answer = manager.rooms.ended[room] or manager.late_answer
-            if answer is not None:
-                manager.tell_failure(room, {peer}, answer)
+            # After a success decode has been told, or all is announced.
+            failure = manager.rooms.ended[room]
+            if failure is not None:
+                manager.tell_failure(room, {peer}, failure)
         else:
             reason = manager.rooms.refuse_request(room, GIVEN_UP)
             manager.end_room(room, reason)

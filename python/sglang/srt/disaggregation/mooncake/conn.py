@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, DeltaInfo, Reader, room_header
+from sglang.srt.disaggregation.common.wire import DeltaInfo, Reader, room_header
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import awaited_rooms, wire
 from sglang.srt.disaggregation.mooncake import conn as engine
@@ -66,8 +66,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
-    # Who was notified of a success gets no other notice.
-    rank_word, dummies_answer, late_answer = "session", False, GIVEN_UP
+    rank_word, dummies_answer = "session", False
     room_books = (*CommonKVManager.room_books, "cancels", "queued", "awaited_rooms")
 
     def __init__(self, *args, **kwargs):

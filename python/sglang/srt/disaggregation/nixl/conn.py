@@ -139,7 +139,7 @@ class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
-    rank_word, dummies_answer, late_answer = "agent", True, None
+    rank_word, dummies_answer = "agent", True
     room_books = (*CommonKVManager.room_books, "transfer_statuses", "unsettled", "cancels")
 
     def __init__(self, *args, **kwargs):
