@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecodeRadixCache",
-    "NodeWatches",
     "add_layer",
     "insert_below",
     "is_warmup",
@@ -113,48 +112,15 @@ def _slots_between(above: TreeNode, node: TreeNode) -> torch.Tensor:
     return torch.cat(parts[::-1])
 
 
-class NodeWatches:
-    """Receives each change of a tree's nodes, and says which nodes to evict last: here none."""
-
-    def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
-        """on_leave: called with a node when fewer of its tokens are wanted, or none."""
-        self.changes = 0
-
-    def on_reset(self) -> None:
-        """The tree has been emptied and has a new root."""
-        self.changes += 1
-
-    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """``lower`` was split: ``upper`` has its first tokens."""
-        self.changes += 1
-
-    def on_removal(self, node: TreeNode) -> None:
-        """The leaf ``node`` has been evicted."""
-        self.changes += 1
-
-    def on_new_leaf(self, node: TreeNode) -> None:
-        """A leaf has been added."""
-        self.changes += 1
-
-    def wanted(self, node: TreeNode) -> int:
-        """Tokens from the start of ``node``, in whole pages, that queued requests match."""
-        return 0
-
-    def waiting(self, node: TreeNode) -> int:
-        """The number of queued requests that match ``node``."""
-        return 0
-
-
 class DecodeRadixCache(RadixCache):
     """Radix cache of a decode worker.
 
     Unlike the engine's it matches without side effects (`peek`), evicts an exact number of pages
-    (`evict_shortfall`), reports changes (`watches`), inserts only committed KV, and counts locks.
+    (`evict_shortfall`), inserts only committed KV, and counts locks.
     """
 
-    # An extra may replace both.
+    # An extra may replace it.
     reader_type = PrefixReader
-    watches_type = NodeWatches
     # What requests have besides KV.
     state: StateKind = NO_STATE
     # Where KV is kept outside the pool.
@@ -208,11 +174,7 @@ class DecodeRadixCache(RadixCache):
 
     def reset(self) -> None:
         super().reset()
-        if hasattr(self, "watches"):
-            self.watches.on_reset()
-        else:
-            self.reader = self.reader_type(self)
-            self.watches = self.watches_type(self, self.no_longer_wanted)
+        self.reader = self.reader_type(self)
         self.generation = getattr(self, "generation", 0) + 1
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
@@ -363,27 +325,12 @@ class DecodeRadixCache(RadixCache):
         self._record_remove_event(leaf)
         return len(leaf.value)
 
-    def no_longer_wanted(self, node: TreeNode) -> None:
-        """Fewer tokens of ``node`` are wanted, see `NodeWatches`."""
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Reports the split."""
-        upper = super()._split_node(key, child, split_len)
-        self.watches.on_split(upper, child)
-        return upper
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        """Reports the removal."""
-        super()._delete_leaf(node)
-        self.watches.on_removal(node)
-
     def _record_store_event(self, node: TreeNode) -> None:
-        """Reports a new leaf."""
+        """Counts new leaves, and publishes their tokens."""
         self.growth += 1
         before = len(self.kv_event_queue)
         super()._record_store_event(node)
         self.reader.tell_tokens(self.kv_event_queue[before:])
-        self.watches.on_new_leaf(node)
 
     def audit(self, holders: Iterable[TreeNode]) -> list[str]:
         """Faults of the tree, given the nodes that live requests lock. An extra implements it."""

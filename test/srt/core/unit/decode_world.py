@@ -472,7 +472,7 @@ class World(DecodeWorker):
                 found = self.tree.peek(entry.keys, entry.extra_key)
                 # Its own, where a test has broken that of one policy.
                 assert type(self.queue.policy).find(self.queue.policy, entry) == found
-        if not hasattr(self.tree.watches, "leader"):
+        if not hasattr(self.queue.policy, "watches"):
             return
         watches = [entry.watch for entry in entries if entry.watch is not None]
         assert set(watches) == set(self.tree.watches)

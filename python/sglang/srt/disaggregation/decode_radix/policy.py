@@ -34,9 +34,6 @@ class QueueEntry:
     prefill: Hashable
     keys: Sequence[Any] | None = None
     extra_key: str | None = None
-    # What the tree held of the prompt at the last lookup, and the tree's state then.
-    found: PrefixPeek = NOTHING
-    found_in: Hashable = None
     # Sources that may bring the delta, agreed on by all TP ranks; and the one that does, if any.
     sources: Sequence[DeltaSource] = ()
     source: DeltaSource | None = None
@@ -109,7 +106,7 @@ class AdmissionPolicy:
         self.departures += 1
         for left in self.hooks.left:
             left(entry)
-        entry.keys, entry.found, entry.found_in = None, NOTHING, None
+        entry.keys = None
         self._leave_host(entry)
 
     def _leave_host(self, entry: QueueEntry) -> None:
@@ -138,12 +135,8 @@ class AdmissionPolicy:
     # ---- queries ----
 
     def find(self, entry: QueueEntry) -> PrefixPeek:
-        """What the tree holds of the request's prompt; looked up again if the tree has changed."""
-        tree = self.tree
-        state = tree.watches.changes, tree.locks_taken, tree.locks_released
-        if entry.keys is not None and entry.found_in != state:
-            entry.found, entry.found_in = tree.peek(entry.keys, entry.extra_key), state
-        return entry.found
+        """What the tree holds of the request's prompt."""
+        return NOTHING if entry.keys is None else self.tree.peek(entry.keys, entry.extra_key)
 
     def held(self, entry: QueueEntry) -> tuple[int, int]:
         """Prompt tokens that the tree holds, and how many of them no request has locked."""
