@@ -416,8 +416,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # Also the prealloc queue's, which is created after this queue.
             self.policy = self.policy_type.of(self.scheduler.server_args, self.tree_cache)
-            self.hooks = Hooks(DecodeHooks, self)
-            self.policy.know(self.hooks)
+            self.hooks = self.policy.hooks = Hooks(DecodeHooks, self)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Skips the engine's staging handler with a radix cache."""

@@ -149,6 +149,8 @@ class Held(NamedTuple):
 class Admission:
     """Admits requests of one rank."""
 
+    look_every = ABORT_INTERVAL
+
     def __init__(
         self, queue: DecodePreallocQueue, deltas: PrefillDeltas, sources: Sequence[DeltaSource] = ()
     ):
@@ -158,7 +160,6 @@ class Admission:
         self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
         self.memory, self._schedule = queue.memory, queue.schedule
         self._events = events_of(queue.scheduler.server_args)
-        self._look_every = self._policy.lines.look_every or ABORT_INTERVAL
         # Last step: the state if no slot or buffer was free; the request blocked; the one
         # throttled.
         self.full: tuple[int, ...] | None = None
@@ -177,7 +178,7 @@ class Admission:
         if retracted:
             return step % ABORT_INTERVAL != 0
         blocked, held = self.blocked, self.held
-        if step % self._look_every == 0 or not queue:
+        if step % self.look_every == 0 or not queue:
             return False
         rows = min(self.memory.rows.available_size(), self.deltas.room())
         full = rows <= 0 and self.full == self._schedule.version()

@@ -15,7 +15,7 @@ Upstream: none is known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -39,7 +39,6 @@ __all__ = [
     "Events",
     "Hooks",
     "Limit",
-    "Lines",
     "Measured",
     "MessagePart",
     "add_part",
@@ -122,47 +121,6 @@ class Limit(Protocol):
         ...
 
 
-class Lines:
-    """Divides waiting requests into two lines; here all are in the first.
-
-    Within one priority the first line passes the second, which is not counted as a bypass. Each
-    line is in admission order, and `mix` merges both. Same on all ranks.
-    """
-
-    #: Steps between two looks at a blocked queue, if fewer than the core's.
-    look_every: int | None = None
-
-    def begin_step(self, first: QueueEntry | None) -> None:
-        """A step looks at the queue. first: the waiting request that arrived first."""
-
-    def measured_alone(self) -> None:
-        """With a single rank: its figures of this step apply to the order of this step."""
-
-    def is_second(self, entry: QueueEntry) -> bool:
-        """Whether the request is in the second line."""
-        return False
-
-    def split(
-        self, entries: Sequence[QueueEntry]
-    ) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
-        """The entries of the first line, and those of the second."""
-        return entries, ()
-
-    def looked_at(
-        self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
-    ) -> list[DecodeRequest]:
-        """Sort ``ready``, which is in order of arrival, for a queue too long for one step."""
-        return ready
-
-    def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """Merge both lines. order: indices of ``entries`` by priority, in admission order."""
-        return order
-
-    def version(self) -> Hashable:
-        """Changes when `mix` may order the same requests differently."""
-        return None
-
-
 class Events:
     """What happens to the requests and transfers of one rank, to be counted.
 
@@ -242,10 +200,6 @@ class DecodeHooks:
         raise NotImplementedError
 
     # ---- waiting requests ----
-
-    def lines(self) -> Lines:
-        """The lines of the queue. Called once, at start-up; the last one registered is used."""
-        raise NotImplementedError
 
     def entered(self, entry: QueueEntry) -> None:
         """The request joins the queue. This, `admitted` and `left`: same steps on all ranks."""

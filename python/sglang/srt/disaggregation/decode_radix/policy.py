@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, Lines
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
@@ -61,16 +61,9 @@ class AdmissionPolicy:
     def __init__(self, tree: DecodeRadixCache):
         self.tree = tree
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
-        self.lines = Lines()
         # Requests that have left; equal on all TP ranks in each step.
         self.departures = 0
         self._arrivals = itertools.count()
-
-    def know(self, hooks: Hooks[DecodeHooks]) -> None:
-        """Use the hooks of this rank."""
-        self.hooks = hooks
-        for lines in hooks.lines:
-            self.lines = lines()
 
     # ---- events ----
 

@@ -110,17 +110,13 @@ class Schedule:
 
     def window(self, queue: Sequence[DecodeRequest]) -> Window:
         """At most `WINDOW` requests, ready ones first. Same on all ranks: phases are agreed on."""
-        # The queue is in order of arrival.
-        self._policy.lines.begin_step(self.entry_of(queue[0]) if queue else None)
         self._windows_made += 1
         requests = self._first(queue, self._windows_made) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
         return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
-        ready = self._policy.lines.looked_at(
-            [dr for dr in queue if dr.phase is READY], self.entry_of
-        )
+        ready = self._ready(queue)
         if priority_sign(self._queue.scheduler):
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
         most = WINDOW - HANDSHAKES
@@ -130,6 +126,10 @@ class Schedule:
         others = [dr for dr in queue if dr.phase is not READY]
         return [*first, *behind, *_rotated(others, WINDOW - len(first) - len(behind), turn)]
 
+    def _ready(self, queue: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Those of ``queue`` that may be admitted, in order of arrival."""
+        return [dr for dr in queue if dr.phase is READY]
+
     # ---- decisions ----
 
     def decide(self, window: Window) -> Agreed:
@@ -137,7 +137,6 @@ class Schedule:
         requests = window.requests
         for measured in self._measured:
             measured.take(measured.own())
-        self._policy.lines.measured_alone()
         ready = [requests[i] for i in self._order(window)]
         # Lazy: most of a long queue is behind the first request that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
@@ -237,6 +236,5 @@ class Schedule:
 
     def _order(self, window: Window) -> list[int]:
         """Indices of ready requests in ``window``, in the order of admission."""
-        entries = window.entries
         ready = [i for i, dr in enumerate(window.requests) if dr.phase is READY]
-        return self._policy.lines.mix(self._policy.order(ready, entries), entries)
+        return self._policy.order(ready, window.entries)
