@@ -35,7 +35,13 @@ from sglang.srt.disaggregation.decode_radix.handshake import (
     poll_handshake,
     take_polls,
 )
-from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
+from sglang.srt.disaggregation.decode_radix.hooks import (
+    NO_HOOKS,
+    DecodeHooks,
+    DeltaSource,
+    Hooks,
+    events_of,
+)
 from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows, OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
@@ -116,20 +122,9 @@ class DecodeRequest(engine.DecodeRequest):
     def advance(self, phase: Phase) -> None:
         self.phase = phase
 
-    def enter(self, entry: QueueEntry) -> QueueEntry:
-        self.entry = entry
-        return entry
-
     def said_prompt(self) -> bytes:
         """The prompt length on the wire, which prefill compares with its own."""
         return len(self.req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
-
-    def take_buffer(self, index: int) -> None:
-        self.metadata_buffer_index = index
-
-    def name_target(self, page_indices: np.ndarray, state_indices: list[int] | None) -> None:
-        """Set what prefill is to write to."""
-        self.page_indices, self.state_indices = page_indices, state_indices
 
     def fail(self) -> None:
         """Have prefill stop writing for this request, unless it is a warm-up or computed here."""
@@ -197,7 +192,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's."""
 
     # Extras may replace these classes.
-    schedule_type, admission_type = Schedule, Admission
+    schedule_type, admission_type, deltas_type = Schedule, Admission, PrefillDeltas
 
     def __init__(self, *args, **kwargs):
         """Adds what the engine's queue needs for a radix cache."""
@@ -213,11 +208,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.tier.know_live(self.live, lambda live: self.accounts.ahead(live))
         # Queries do not block the scheduler here. The manager decides on retries and giving up.
         self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
-        rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
         self.ranks = Ranks(self.gloo_group)
         hooks = self.transfer_queue.hooks
-        sources, figures = tuple(of() for of in hooks.source), [of() for of in hooks.measured]
+        figures = tuple(of() for of in hooks.measured)
+        # What may bring deltas besides prefill: at most one extra.
+        self.source: DeltaSource | None = hooks.source[-1]() if hooks.source else None
         extras = zlib.crc32(",".join(loader.extras()).encode())
         if not self.ranks.are_alike([sum(one.width for one in figures), extras]):
             raise ValueError(
@@ -226,10 +222,9 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 "SGLANG_PD_RADIX_EXTRAS."
             )
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
-        self.memory = RequestMemory(tree, rows)
-        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = self.schedule_type(self, sources, figures)
-        self.admission = self.admission_type(self, deltas, sources)
+        self.memory = RequestMemory(tree, self.req_to_token_pool)
+        self.schedule = self.schedule_type(self, figures)
+        self.admission = self.admission_type(self, self.deltas_type(self))
         self.resumption = Resumption(self)
 
     # ---- new requests ----

@@ -162,7 +162,7 @@ def read(buffers: MetadataBuffers, room: int, top: int = 2, **options: Any) -> R
     queue.scheduler.server_args.served_model_name = queue.scheduler.server_args.disaggregation_mode = "m"
     req = Req("d", "", [1], SamplingParams(), return_logprob=True, top_logprobs_num=top, bootstrap_room=room, **options)
     decode_req = DecodeRequest(req, SimpleNamespace(clear=lambda: None))
-    decode_req.take_buffer(0)
+    decode_req.metadata_buffer_index = 0
     assert queue._commit_transfer_to_req(decode_req)
     return req
 

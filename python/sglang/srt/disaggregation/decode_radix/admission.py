@@ -15,13 +15,13 @@ from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget,
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
-from sglang.srt.disaggregation.decode_radix.schedule import sources_of
+from sglang.srt.disaggregation.decode_radix.schedule import lets_source
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
-    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Limit
+    from sglang.srt.disaggregation.decode_radix.hooks import Limit
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.managers.schedule_batch import Req
@@ -151,11 +151,9 @@ class Admission:
 
     look_every = ABORT_INTERVAL
 
-    def __init__(
-        self, queue: DecodePreallocQueue, deltas: PrefillDeltas, sources: Sequence[DeltaSource] = ()
-    ):
-        """queue: whose requests it admits. deltas, sources: bring what the tree lacks."""
-        self._queue, self.deltas, self._sources = queue, deltas, sources
+    def __init__(self, queue: DecodePreallocQueue, deltas: PrefillDeltas):
+        """queue: whose requests it admits. deltas: brings what the tree lacks."""
+        self._queue, self.deltas, self._source = queue, deltas, queue.source
         self._several_ranks = queue.ranks.size > 1
         self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
         self.memory, self._schedule = queue.memory, queue.schedule
@@ -218,8 +216,8 @@ class Admission:
             if decode_req.is_aborted or decode_req.error is not None:
                 continue
             req, entry = decode_req.req, decode_req.entry
-            if self._sources and not self._several_ranks:
-                entry.sources = sources_of(decode_req, self._sources)
+            if not self._several_ranks:
+                entry.lets_source = lets_source(decode_req, self._source)
             try:
                 plan = self._plan(decode_req, entry, may_match)
             except Exception as e:
@@ -273,10 +271,9 @@ class Admission:
             self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
         )
         held = entry.stored if entry.stored.length else found
-        takes = (
-            [s for s in entry.sources if s.takes(req, held, self._queue.live)] if may_match else []
-        )
-        entry.source = takes[0] if takes else None
+        source = self._source if may_match and entry.lets_source else None
+        takes = source is not None and source.takes(req, held, self._queue.live)
+        entry.source = source if takes else None
         if takes and held.length == len(req.origin_input_ids):
             # A prompt step computes at least one token, and not into a shared page.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]

@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
-    from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
@@ -244,21 +242,6 @@ class DecodeHooks:
 
     def source(self) -> DeltaSource:
         """A source of deltas besides prefill; the same object on each call."""
-        raise NotImplementedError
-
-    # ---- the request for KV ----
-
-    def targets(self, decode_req: DecodeRequest) -> torch.Tensor:
-        """Called when a request has its memory, before prefill is asked. Returns the first slots of
-        pages, on the device, that the message names besides those to be written. One copy per step
-        brings all to the host.
-        """
-        raise NotImplementedError
-
-    def named(self, decode_req: DecodeRequest, slots: np.ndarray, guard: OverlapGuard) -> bool:
-        """``slots`` are on the host. Returns whether to ask one step later, when the batch of
-        ``guard`` is over. Override both this and `targets`, or neither.
-        """
         raise NotImplementedError
 
     # ---- requests in an extra's own queues ----

@@ -34,8 +34,9 @@ class QueueEntry:
     prefill: Hashable
     keys: Sequence[Any] | None = None
     extra_key: str | None = None
-    # Sources that may bring the delta, agreed on by all TP ranks; and the one that does, if any.
-    sources: Sequence[DeltaSource] = ()
+    # Whether a source other than prefill may bring the delta, agreed on by all TP ranks; and the
+    # source that does.
+    lets_source: bool = False
     source: DeltaSource | None = None
     # Its prompt in host memory while it waits; and the part to load, if longer than the tree's.
     host_watch: Any = None

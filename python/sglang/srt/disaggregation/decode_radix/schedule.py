@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
 
-__all__ = ["Agreed", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
+__all__ = ["Agreed", "Schedule", "Window", "lets_source", "priority_sign", "takes_prefix"]
 
 READY = Phase.READY
 # Window places that rotate in a longer queue: for handshakes, and for ready requests behind the
@@ -49,9 +49,9 @@ def takes_prefix(decode_req: DecodeRequest) -> bool:
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
-def sources_of(decode_req: DecodeRequest, sources: Sequence[DeltaSource]) -> Sequence[DeltaSource]:
-    """The ``sources`` that may bring the request's delta: all or none."""
-    return sources if takes_prefix(decode_req) and all(s.lets(decode_req) for s in sources) else ()
+def lets_source(decode_req: DecodeRequest, source: DeltaSource | None) -> bool:
+    """Whether the request's prefill lets ``source`` bring the delta."""
+    return source is not None and takes_prefix(decode_req) and source.lets(decode_req)
 
 
 def priority_sign(scheduler: Any) -> int:
@@ -72,14 +72,9 @@ def _rotated(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[
 class Schedule:
     """Orders the requests of one queue by a policy."""
 
-    def __init__(
-        self,
-        queue: DecodePreallocQueue,
-        sources: Sequence[DeltaSource] = (),
-        measured: Sequence[Measured] = (),
-    ):
-        """sources: of deltas, besides prefill. measured: further figures that ranks agree on."""
-        self._queue, self._sources, self._measured = queue, sources, tuple(measured)
+    def __init__(self, queue: DecodePreallocQueue, measured: Sequence[Measured]):
+        """measured: further figures that ranks agree on."""
+        self._queue, self._measured = queue, measured
         self._width = sum(one.width for one in self._measured)
         self._policy, self._tree = queue.policy, queue.radix
         # Windows made so far.
@@ -104,7 +99,8 @@ class Schedule:
             # Raised on all ranks: their trees are the same.
             decode_req.mark_failed(e)
             entry = self._policy.enter(None, None, priority, prefill)
-        return decode_req.enter(entry)
+        decode_req.entry = entry
+        return entry
 
     # ---- the window ----
 
@@ -171,7 +167,7 @@ class Schedule:
             [self._held(requests[i]) for i in (*picked, *late)],
             polls,
             # The minimum counts for all ranks.
-            [takes_prefix(dr) + bool(sources_of(dr, self._sources)) for dr in requests],
+            [takes_prefix(dr) + lets_source(dr, queue.source) for dr in requests],
             self._measured_here(),
             self._digest(entries),
         )
@@ -197,10 +193,10 @@ class Schedule:
         return 0
 
     def _learn(self, entries: Sequence[QueueEntry], told: Agreement) -> None:
-        """Note the sources that all ranks allow."""
-        if self._sources:
+        """Note whether all ranks let the other source bring the delta."""
+        if self._queue.source is not None:
             for entry, capable in zip(entries, told.capable, strict=True):
-                entry.sources = self._sources if capable > 1 else ()
+                entry.lets_source = capable > 1
 
     def _candidates(
         self, window: Window, told: Agreement, same: dict[int, bool]
