@@ -312,7 +312,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # 4. Agree with the other ranks on the candidates and their order.
         if (agreed := self._agree()) is None:
             # Else steps would be skipped until a running request ends.
-            self.admission.held = None
+            self.admission.refused = None
             return [], []
         # 5. Drop aborted and failed requests.
         failed = self._drop_aborted()

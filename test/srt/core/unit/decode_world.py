@@ -483,7 +483,7 @@ class World(DecodeWorker):
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
         # memory, or the next one for time or a row, that is not in each step.
         transfers = {dr.entry for dr in (*self.transfer.queue, *computed)}
-        held = self.queue.has_radix and (self.queue.admission.held is not None or self.queue.admission.full is not None)
+        held = self.queue.admission.refused is not None and self.queue.admission.blocked is None
         looked_at = not self.queue.retracted_queue and not self.looks_later and not held
         assert not looked_at or all(
             # One that is computed here leaves when its step is launched, after they were looked at.

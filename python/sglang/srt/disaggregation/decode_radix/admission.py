@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["Added", "Admission", "Blocked", "DecodeAdder", "Held", "all_ready", "waiting"]
+__all__ = ["Added", "Admission", "DecodeAdder", "Refused", "all_ready", "waiting"]
 
 # Access to a member of an enumeration takes longer than its use.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
@@ -129,21 +129,12 @@ class DecodeAdder:
         return budget
 
 
-class Blocked(NamedTuple):
-    """A request that did not fit: its plan, what was kept for others, and the state then."""
+class Refused(NamedTuple):
+    """The request that ended a step, and why. may_fit: whether it may be admitted now."""
 
     rid: str
-    plan: AdmissionPlan
-    kept: Memory
-    version: tuple[int, ...]
-    free: Memory | None = None
-
-
-class Held(NamedTuple):
-    """A request that a limit throttles. live: see `Limit.held_live`."""
-
-    rid: str
-    live: int | None
+    why: Added
+    may_fit: Callable[[], bool]
 
 
 class Admission:
@@ -158,11 +149,8 @@ class Admission:
         self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
         self.memory, self._schedule = queue.memory, queue.schedule
         self._events = events_of(queue.scheduler.server_args)
-        # Last step: the state if no slot or buffer was free; the request blocked; the one
-        # throttled.
-        self.full: tuple[int, ...] | None = None
-        self.blocked: Blocked | None = None
-        self.held: Held | None = None
+        # In the last step.
+        self.refused: Refused | None = None
 
     def has_nothing_new(
         self, step: int, queue: Sequence[DecodeRequest], retracted: Sequence[Req]
@@ -175,42 +163,20 @@ class Admission:
         """
         if retracted:
             return step % ABORT_INTERVAL != 0
-        blocked, held = self.blocked, self.held
-        if step % self.look_every == 0 or not queue:
+        if self.refused is None or step % self.look_every == 0 or not queue:
             return False
-        rows = min(self.memory.rows.available_size(), self.deltas.room())
-        full = rows <= 0 and self.full == self._schedule.version()
-        if (not full and blocked is None and held is None) or not all_ready(queue):
-            return False
-        if full:
-            return True
-        if held is not None:
-            # It stays so until a request ends, whatever enters the tree.
-            if held.live is None:
-                return False
-            now = self._queue.live()
-            return len(now.running) + len(now.coming) >= held.live
-        assert blocked is not None
-        if blocked.version != self._schedule.version():
-            return False
-        if not self._has_freed(blocked):
-            return True
-        return not self._queue._budget().covers(blocked.plan, blocked.kept)
+        return all_ready(queue) and not self.refused.may_fit()
 
-    def _has_freed(self, blocked: Blocked) -> bool:
-        """Whether there is more memory than when ``blocked`` was refused in the same state.
-
-        If not, it cannot fit: what running requests lack shrinks at most as much as free memory.
-        Always True with a second pool.
-        """
-        free = blocked.free
-        return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv
+    @property
+    def blocked(self) -> str | None:
+        """The request for which the last step had too little memory."""
+        refused = self.refused
+        return refused.rid if refused is not None and refused.why is Added.NO_MEMORY else None
 
     def admit(self, agreed: Agreed, guard: OverlapGuard, rows: int) -> list[DecodeRequest]:
         """Admit candidates in order until one does not fit. rows: free req_to_token slots."""
         adder = self._adder(agreed.window, min(rows, self.deltas.room()))
-        was_blocked = self.blocked
-        self.full = self.blocked = self.held = None
+        was_blocked, self.refused = self.blocked, None
         admitted: list[DecodeRequest] = []
         for decode_req, may_match in agreed.candidates:
             if decode_req.is_aborted or decode_req.error is not None:
@@ -226,8 +192,9 @@ class Admission:
                 continue
             added = adder.add_one(entry, req, plan)
             if added is not Added.YES and added is not Added.LAST:
-                self._note_refused(added, req, plan, adder, guard)
-                if added is Added.NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
+                may_fit = self._may_fit(added, plan, adder, guard)
+                self.refused = Refused(req.rid, added, may_fit)
+                if self.blocked not in (None, was_blocked):
                     self._events.blocked()
                 break
             self.admit_one(decode_req, plan)
@@ -235,8 +202,10 @@ class Admission:
             if added is Added.LAST:
                 break
         self.deltas.ask_admitted(guard)
+        refused = self.refused
+        rid = refused.rid if refused is not None and refused.why is Added.HELD else None
         for held in self._policy.hooks.held:
-            held(None if self.held is None else self.held.rid, lambda: len(waiting(agreed.window)))
+            held(rid, lambda: len(waiting(agreed.window)))
         return admitted
 
     def _adder(self, window: Sequence[DecodeRequest], room: int) -> DecodeAdder:
@@ -249,18 +218,32 @@ class Admission:
         reserved, limits = self._accounts.reserved, self._policy.hooks.limit
         return self._queue._budget, reserved, evictable, limits, self._queue.live
 
-    def _note_refused(
-        self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
-    ) -> None:
-        """Note why the step ends with ``req``, and in which state."""
-        if added is Added.NO_ROOM:
-            # A slot that the in-flight batch reads is free in the next step.
-            self.full = None if guard.rows else self._schedule.version()
-        elif added is Added.NO_MEMORY:
-            state = self._schedule.version(), self._accounts.free(())
-            self.blocked = Blocked(req.rid, plan, adder.promised, *state)
-        elif added is Added.HELD:
-            self.held = Held(req.rid, adder.held_live)
+    def _may_fit(
+        self, added: Added, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
+    ) -> Callable[[], bool]:
+        """Returns a test: whether what was refused in the present state may be admitted."""
+        version, state = self._schedule.version, self._schedule.version()
+        # A slot that the in-flight batch reads is free in the next step.
+        if added is Added.NO_ROOM and not guard.rows:
+            return lambda: self._room() > 0 or version() != state
+        if added is Added.NO_MEMORY:
+            free, kept = self._accounts.free(()), adder.promised
+            return lambda: (
+                version() != state
+                or (self._accounts.has_freed(free) and self._queue._budget().covers(plan, kept))
+            )
+        if added is Added.HELD and adder.held_live is not None:
+            # It stays so until a request ends, whatever enters the tree.
+            live = adder.held_live
+            return lambda: self._num_live() < live
+        return lambda: True
+
+    def _num_live(self) -> int:
+        live = self._queue.live()
+        return len(live.running) + len(live.coming)
+
+    def _room(self) -> int:
+        return min(self.memory.rows.available_size(), self.deltas.room())
 
     def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool) -> AdmissionPlan:
         """What an admission takes. may_match: its prefill and the other ranks allow a prefix."""

@@ -271,6 +271,14 @@ class Accounts:
             tree.pool.available_size() + tree.evictable_size(), tree.state.available(running)
         )
 
+    def has_freed(self, free: Memory) -> bool:
+        """Whether there may be more memory than ``free``; if not, what did not fit does not fit.
+
+        What running requests lack shrinks at most as much as free memory. Always True with a second
+        pool.
+        """
+        return self._tree.state.has_pool or self.free(()).kv > free.kv
+
     def ahead(self, live: LiveReqs) -> int:
         return self.reserved * (len(live.running) + len(live.coming))
 
