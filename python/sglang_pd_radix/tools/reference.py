@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
@@ -429,9 +430,16 @@ def _sentence(text: str) -> str:
 
 
 def _trees() -> str:
-    from sglang.srt.mem_cache import cache_support
+    from sglang.srt.mem_cache.cache_support import KINDS
 
-    return cache_support.markdown()
+    # For the names of rules.
+    known = {"hicache_storage_backend": "NAME", "speculative_algorithm": "NAME"}
+    args = SimpleNamespace(disaggregation_mode="another", **known)
+    rows = []
+    for kind in KINDS:
+        names = [rule.name.format(args=args) for refused in kind.refused for rule in refused.rules]
+        rows.append((kind.workers, kind.tree, "; ".join(names)))
+    return _table(("Worker", "Tree", "Refused at the start"), rows)
 
 
 #: Metrics that a decode worker writes without the flag too. It does not export the others, or they stay 0.

@@ -26,7 +26,6 @@ from sglang.srt.disaggregation.decode_radix.commit import (
     abort_commit,
     note_transfer,
     report_end,
-    take_along,
 )
 from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
 from sglang.srt.disaggregation.decode_radix.handshake import (
@@ -515,10 +514,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             # On all ranks alike: all received the same metadata.
             abort_commit(req, e)
             return True
-        if done and not decode_req.is_aborted:
-            take_along(req)
-            if not is_warmup(req):
-                note_transfer(req, events_of(self.scheduler.server_args))
+        if done and not decode_req.is_aborted and not is_warmup(req):
+            note_transfer(req, events_of(self.scheduler.server_args))
         return done
 
 
