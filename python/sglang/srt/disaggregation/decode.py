@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,6 @@ from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, Queue
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.quarantine import (
     abort_transfer,
-    flush_around,
     let_go,
     poll_transfers,
     release,
@@ -483,15 +482,6 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         else:
             decode_req.advance(Phase.QUARANTINED)
             self.quarantine.append(decode_req)
-
-    def flush_around_quarantine(self, flush: Callable[[], bool]) -> bool:
-        """Flush the pools of an otherwise idle worker, except what quarantined requests hold.
-
-        A weight update flushes too: if refused, it raises, which ends the scheduler.
-        """
-        assert isinstance(self.tree_cache, DecodeRadixCache)
-        reqs = [dr.req for dr in self.quarantine]
-        return flush_around(reqs, self.scheduler.req_to_token_pool, self.tree_cache, flush)
 
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed on this or another rank."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -185,10 +184,12 @@ class Scheduler(engine.Scheduler):
         A weight update may follow the last answer at once; a failed flush ends the scheduler.
         """
         self.end_step_of_none()
-        flush = super().flush_cache
-        if self.has_quarantine():
-            flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
-        return flush()
+        if not self.has_quarantine() or not self.is_fully_idle():
+            return super().flush_cache()
+        self.cur_batch = self.last_batch = None
+        self.tree_cache.empty([dr.req for dr in self.disagg_decode_transfer_queue.quarantine])
+        self.reset_metrics()
+        return True
 
     def flush_cache_wrapped(self, recv_req):
         """With several TP ranks, the ranks agree whether to flush."""

@@ -29,7 +29,6 @@ __all__ = [
     "insert_below",
     "is_warmup",
     "path_to",
-    "reserve",
 ]
 
 _layers: list[type[DecodeRadixCache]] = []
@@ -71,12 +70,6 @@ def insert_below(
     for child, _ in tree.reader.descend(node, 0, key.token_ids, key.extra_key):
         node = child
     return before, node
-
-
-def reserve(pool: Any, slots: torch.Tensor) -> None:
-    """Remove the pages of ``slots`` (int64) from the free list of ``pool``."""
-    pages = slots // pool.page_size
-    pool.free_pages = pool.free_pages[~torch.isin(pool.free_pages, pages)]
 
 
 def add_layer(layer: type[DecodeRadixCache]) -> None:
@@ -179,6 +172,18 @@ class DecodeRadixCache(RadixCache):
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
         self.locks_released = 0
+
+    def empty(self, reqs: Iterable[Req]) -> None:
+        """Empty the tree of a worker whose only requests are ``reqs``, which keep their deltas."""
+        nodes = [*self.root_node.children.values()]
+        for node in nodes:
+            nodes += node.children.values()
+        if nodes:
+            self.pool.free(torch.cat([node.value for node in nodes]))
+        self.reset()
+        for req in reqs:
+            req.last_node = self.root_node
+            self.inc_lock_ref(req.last_node)
 
     def accepts(self, req: Req) -> bool:
         """Whether the tree may serve ``req`` and take its KV.

@@ -389,12 +389,12 @@ class World(DecodeWorker):
         """As the scheduler flushes after a weight update: only when no request holds KV in the pool."""
         if self.queue.queue or self.transfer.queue or self.waiting or self.running:
             return False
-        return self.transfer.flush_around_quarantine(self._flush)
-
-    def _flush(self) -> bool:
-        self.tree.reset()
-        self.pool.clear()
-        self.allocator.clear()
+        if self.transfer.quarantine:
+            self.tree.empty([dr.req for dr in self.transfer.quarantine])
+        else:
+            self.tree.reset()
+            self.pool.clear()
+            self.allocator.clear()
         self.weights += 1
         return True
 

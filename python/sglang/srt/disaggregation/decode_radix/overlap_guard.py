@@ -4,7 +4,6 @@ With overlapped scheduling, the result of a step is processed after the launch o
 request that ends on that result is also in the next batch. This batch writes one more KV slot of it
 (several with speculation) and reads its req_to_token slot, after both were released. The worker's
 own later uses follow in the same stream; a prefill's writes do not.
-`KeptRows` also keeps req_to_token slots through a flush.
 
 Upstream: none is known for what a prefill writes; sgl-project/sglang#26380 and #31687 (merged)
 order the scheduler's own writes; for quarantine #35049 and #35360 (merged, off by default).
@@ -92,16 +91,12 @@ Base: Any = object
 
 
 class KeptRows(Base):
-    """req_to_token slots, of which some are withheld for a step or through a flush."""
+    """req_to_token slots, of which some are withheld for a step."""
 
     def free(self, req: Req) -> None:
         """Notes the freed slot on the request: an in-flight batch may still read it."""
         req.freed_row = req.req_pool_idx
         super().free(req)
-
-    def reserve(self, req: Req) -> None:
-        """Take the slot of ``req`` out of a cleared pool."""
-        self.free_slots.remove(req.req_pool_idx)
 
     def give_last(self, rows: set[int]) -> int:
         """Hand out the free slots of ``rows`` after all others; returns how many they are."""
