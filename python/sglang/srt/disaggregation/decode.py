@@ -53,7 +53,7 @@ from sglang.srt.disaggregation.decode_radix.quarantine import (
 )
 from sglang.srt.disaggregation.decode_radix.retraction import Resumption
 from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
-from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
+from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks, are_alike
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
@@ -213,7 +213,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # What may bring deltas besides prefill: at most one extra.
         self.source: DeltaSource | None = hooks.source[-1]() if hooks.source else None
         extras = zlib.crc32(",".join(loader.extras()).encode())
-        if not self.ranks.are_alike([sum(one.width for one in figures), extras]):
+        if not are_alike(self.gloo_group, [sum(one.width for one in figures), extras]):
             raise ValueError(
                 "the TP ranks of this decode worker do not measure the same: options, extras or "
                 "the package differ between its nodes. Start all of them with the same options and "
@@ -447,7 +447,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             if poll == KVPoll.Failed:
                 self._fail(dr)
                 ended.append(dr.req)
-                self._set_aside(dr, released, closed=is_warmup(dr.req) or dr.phase is LOCAL)
+                self._set_aside(dr, released)
             elif dr.phase is LOCAL and poll == KVPoll.Success:
                 dr.entry.source.agree(dr)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(dr):
@@ -456,7 +456,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 # The buffer held another request's metadata, or the commit failed.
                 self.policy.leave(dr.entry)
                 ended.append(dr.req)
-                self._set_aside(dr, released, dr.kv_receiver is None or is_warmup(dr.req))
+                self._set_aside(dr, released)
             else:
                 # First: it no longer waits, so the tree need not be searched for its prompt.
                 self.policy.committed(dr.entry)
@@ -473,11 +473,10 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             report_end(req, self.scheduler, failed=True)
         return arrived
 
-    def _set_aside(
-        self, decode_req: DecodeRequest, released: list[DecodeRequest], closed: bool
-    ) -> None:
-        """Quarantine a failed request; release it if ``closed``: nothing writes for it."""
-        if closed:
+    def _set_aside(self, decode_req: DecodeRequest, released: list[DecodeRequest]) -> None:
+        """Quarantine a failed request; release it if nothing writes for it."""
+        receiver, local = decode_req.kv_receiver, decode_req.phase is LOCAL
+        if receiver is None or local or is_warmup(decode_req.req):
             released.append(decode_req)
         else:
             decode_req.advance(Phase.QUARANTINED)

@@ -70,11 +70,6 @@ class Scheduler(engine.Scheduler):
         """Whether the worker has no request and no page in quarantine."""
         return self.is_fully_idle() and not self.has_quarantine()
 
-    def note_step(self, batch, result) -> None:
-        """Report a processed batch to the hooks."""
-        for note_step in hooks_of(self).note_step:
-            note_step(batch, result)
-
     def kv_manager(self):
         """The transfer backend's manager; None without disaggregation."""
         name = {
@@ -124,9 +119,10 @@ class Scheduler(engine.Scheduler):
     # ---- steps ----
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds `note_step`."""
+        """Adds the hook `note_step`."""
         super().process_batch_result(batch, result)
-        self.note_step(batch, result)
+        for note_step in hooks_of(self).note_step:
+            note_step(batch, result)
 
     def update_running_batch(self, batch):
         """On decode, processes a final in-flight batch before a request is retracted.
@@ -167,14 +163,6 @@ class Scheduler(engine.Scheduler):
         """Process the result of the in-flight batch now; the event loop then finds none."""
         self.process_batch_result(*self.result_queue.popleft())
         self.last_batch = self.cur_batch = None
-
-    def process_input_requests(self, recv_reqs) -> None:
-        """Adds `begin_turn`, once per iteration of each event loop."""
-        super().process_input_requests(recv_reqs)
-        self.begin_turn(recv_reqs)
-
-    def begin_turn(self, recv_reqs) -> None:
-        """Called in each iteration of the event loop after its messages were processed."""
 
     # ---- flushes ----
 

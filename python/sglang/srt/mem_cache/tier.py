@@ -126,10 +126,6 @@ class Tier:
 
     # ---- release and stop ----
 
-    def release_device(self) -> bool:
-        """Wait for saves and unlock their nodes. Returns whether any ran, equal on all ranks."""
-        return False
-
     def stop(self) -> None:
         """Never use the stored KV again: the weights are about to change."""
 

@@ -142,10 +142,6 @@ class Ranks:
         # The window last compared, and the digest of its bootstrap_rooms.
         self._rooms: tuple[Sequence[Any], int] = ((), 0)
 
-    def are_alike(self, figures: Sequence[int]) -> bool:
-        """Whether these figures are equal on all ranks."""
-        return self.size == 1 or are_alike(self.group, figures)
-
     def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
         """Digest of ``rooms``, which is called if ``window``, compared by identity, has changed."""
         if self._rooms[0] != window:
