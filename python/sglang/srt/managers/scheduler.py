@@ -16,8 +16,8 @@ from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import keep_extra_key
-from sglang.srt.mem_cache import cache_support, kv_cache_builder, state_kind
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache import cache_support, state_kind
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, build_tree
 from sglang.srt.mem_cache.state_kind import StateKind
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Scheduler(engine.Scheduler):
         # The engine must not build its own tier: the decode tree's tier is an extra's.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
-        self.tree_cache = kv_cache_builder.build(kind, self.tree_cache, self)
+        self.tree_cache = build_tree(kind, self.tree_cache, self)
 
     def takes_decode_tree(self) -> bool:
         """Whether the worker gets the decode tree. An extra may say no and set its own tree."""

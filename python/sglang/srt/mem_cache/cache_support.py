@@ -1,8 +1,7 @@
 """Table of the workers that get a decode tree and the options that are refused with it.
 
 The start-up checks, their errors and the documentation come from this table.
-`kv_cache_builder.py` builds the trees. This module imports no cache of the engine, so options are
-checked before anything is loaded.
+This module imports no cache of the engine, so options are checked before anything is loaded.
 
 Upstream: none: it names what has been verified here.
 """

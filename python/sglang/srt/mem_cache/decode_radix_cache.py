@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.cache_support import FLAG
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.mem_cache.state_kind import NO_STATE, StateKind
+from sglang.srt.mem_cache.state_kind import NO_STATE, StateKind, kinds
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DecodeRadixCache",
     "add_layer",
+    "build_tree",
+    "check_pool",
     "insert_below",
     "is_warmup",
     "path_to",
@@ -340,3 +344,36 @@ class DecodeRadixCache(RadixCache):
     def audit(self, holders: Iterable[TreeNode]) -> list[str]:
         """Faults of the tree, given the nodes that live requests lock. An extra implements it."""
         return []
+
+
+def build_tree(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCache:
+    """Build the decode tree for the pools of ``engines``, the engine's tree.
+
+    Prefill sends what a request has besides KV with every request, so the tree keeps KV only.
+    Raises ValueError for a model that is not verified.
+    """
+    if type(engines) is not RadixCache:
+        others = " or ".join(other.layers for other in kinds() if other.word)
+        others = f", or in some layers {others}, are" if others else " are without the extra hybrid"
+        raise ValueError(
+            f"{FLAG} is not verified for this model: the engine chose {type(engines).__name__} "
+            f"for it, and only models with full attention throughout (RadixCache){others}. "
+            "Start this decode worker without the flag."
+        )
+    cache_support.check_tree(FLAG, engines)
+    check_pool(kind, scheduler.tp_worker.model_runner)
+    if (own := kind.take_over(engines, scheduler)) is not None:
+        return own
+    tree = DecodeRadixCache.take_over(engines)
+    tree.state = kind.beside(tree)
+    return tree
+
+
+def check_pool(kind: type[StateKind], runner: Any) -> None:
+    """Raise ValueError if the KV pool keeps state and no extra has its kind."""
+    if kind is StateKind and hasattr(runner.token_to_kv_pool, "get_state_buf_infos"):
+        raise ValueError(
+            f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls "
+            f"state ({type(runner.token_to_kv_pool).__name__}). "
+            "Start this decode worker without the flag."
+        )

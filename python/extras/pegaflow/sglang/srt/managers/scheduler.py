@@ -9,7 +9,7 @@ import logging
 import uuid
 
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.mem_cache.kv_cache_builder import check_pool
+from sglang.srt.mem_cache.decode_radix_cache import check_pool
 from sglang.srt.mem_cache.kv_namespace import kv_namespace
 from sglang.srt.mem_cache.page_names import rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
