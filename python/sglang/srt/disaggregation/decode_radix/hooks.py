@@ -12,6 +12,9 @@ collective and never blocks. A method without overrides costs the core one look 
 Upstream: none is known.
 """
 
+# No hook without an override is called.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -100,11 +103,9 @@ class Measured(Protocol):
 
     def own(self) -> list[int]:
         """This rank's figures: `width` integers of 0 or more."""
-        ...
 
     def take(self, figures: list[int]) -> None:
         """Receive the first rank's figures. The order of this step may have been made already."""
-        ...
 
 
 class Limit(Protocol):
@@ -112,11 +113,9 @@ class Limit(Protocol):
 
     def add(self, plan: AdmissionPlan, req: Req, at_once: bool) -> bool:
         """Whether ``req`` may be admitted; if not, the step ends. at_once: without a transfer."""
-        ...
 
     def held_live(self) -> int | None:
         """After a refusal: retry below this number of live requests; None: in the next step."""
-        ...
 
 
 class Events:
@@ -181,7 +180,6 @@ class DecodeHooks:
 
     def measured(self) -> Measured:
         """Figures for each step's reduction; one width on all ranks. Called once, at start-up."""
-        raise NotImplementedError
 
     def note_step(self, batch: Any, result: Any) -> None:
         """The result of a batch has been processed on this rank."""
@@ -191,11 +189,9 @@ class DecodeHooks:
 
     def has_work(self) -> bool:
         """Whether the worker is busy with work that is in none of the core's queues."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """More entries for ``kv_pool`` of the worker's internal state."""
-        raise NotImplementedError
 
     # ---- waiting requests ----
 
@@ -213,11 +209,9 @@ class DecodeHooks:
 
     def keeps(self, entry: QueueEntry) -> bool:
         """Whether the tree will keep its delta; if not, none waits for it. Same on all ranks."""
-        raise NotImplementedError
 
     def limit(self, live: LiveReqs) -> Limit:
         """Called once in a step that may admit or resume. live: requests that decode or will."""
-        raise NotImplementedError
 
     def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
         """At the end of a step: the request that a `limit` refused, if any; the number waiting."""
@@ -225,15 +219,12 @@ class DecodeHooks:
     # ---- which requests decode ----
 
     def joins(self) -> Callable[[Req], bool]:
-        """Called once in a step that may resume retracted requests. Returns a test, called in
-        order: whether the request decodes in this step, given those that wait and those that
-        passed.
+        """Called once in a step that may resume. Returns a test, called in order: whether the
+        request decodes in this step, given those that wait and those that passed.
         """
-        raise NotImplementedError
 
     def may_begin(self) -> Callable[[Req], bool]:
         """Called once before a prompt step. Returns a test like that of `joins`, for candidates."""
-        raise NotImplementedError
 
     def began(self, reqs: Iterable[Req]) -> None:
         """Requests that had not begun are in the next prompt step."""
@@ -242,32 +233,27 @@ class DecodeHooks:
 
     def source(self) -> DeltaSource:
         """A source of deltas besides prefill; the same object on each call."""
-        raise NotImplementedError
 
     # ---- requests in an extra's own queues ----
 
     def reqs(self) -> Sequence[Req]:
         """Requests that hold KV, do not decode, and are in no core queue. Same on all ranks."""
-        raise NotImplementedError
 
     def beside(self, queue: Sequence[DecodeRequest]) -> Sequence[Req]:
         """Unfinished requests of this rank that neither decode nor are in ``queue`` (transfers)."""
-        raise NotImplementedError
 
     def begun(self) -> tuple[Sequence[Req], Sequence[Req]]:
         """Requests that wait for a prompt step: those computed in part, and the others."""
-        raise NotImplementedError
 
     def in_step(self) -> Sequence[Req]:
         """Requests of a prompt batch in flight."""
-        raise NotImplementedError
 
 
 #: Used before any extra has registered.
 NO_HOOKS = Hooks(DecodeHooks)
 
 
-class DeltaSource:
+class DeltaSource(Protocol):
     """Brings the part of a prompt that the tree lacks, instead of prefill; see `PrefillDeltas`.
 
     One per rank. Ranks ask in the same steps and must get the same answers, except from `lets`,
@@ -276,33 +262,26 @@ class DeltaSource:
 
     def lets(self, decode_req: DecodeRequest) -> bool:
         """Whether its prefill lets this source bring the delta of a request. MIN over the ranks."""
-        raise NotImplementedError
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
         """Whether it takes ``req``. found: what tree or tier hold of it. live: requests with KV."""
-        raise NotImplementedError
 
     def request(self, decode_req: DecodeRequest) -> None:
         """Accept an admitted request: prefix locked, memory allocated. Errors fail the request."""
-        raise NotImplementedError
 
     def agree(self, decode_req: DecodeRequest) -> bool:
         """No rank has lost the request: it leaves the transfer queue. A single rank asks at
         admission, and if this returns False, when it polls the queue.
         """
-        raise NotImplementedError
 
     def forget(self, decode_req: DecodeRequest) -> None:
         """The request has failed before `agree`."""
-        raise NotImplementedError
 
     def taken(self) -> Sequence[DecodeRequest]:
         """Accepted requests of this rank that are not committed."""
-        raise NotImplementedError
 
     def writes(self) -> bool:
         """Whether a batch in flight may write to pages that are already in the tree."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
