@@ -287,25 +287,11 @@ def _brute_force(world: World) -> int:
 
 def _step(world: World) -> list[Budget]:
     """One step, and the budgets that it made, the last one with all that the step has admitted."""
-    queue, budgets, applied = world.queue, [], []
-    admission = queue.admission
-    make, admit_one = queue._budget, admission.admit_one
-    plans: list[AdmissionPlan] = []
-
-    def made() -> Budget:
-        budgets.append(make())
-        applied.append(budgets[-1].ahead)
-        return budgets[-1]
-
-    queue._budget = made  # type: ignore[method-assign]
-    admission.admit_one = lambda dr, plan, *more: plans.append(plan) or admit_one(dr, plan, *more)
+    queue, budgets = world.queue, []
+    make = queue._budget
+    queue._budget = lambda: budgets.append(make()) or budgets[-1]  # type: ignore[method-assign, func-returns-value]
     world.step()
-    queue._budget, admission.admit_one = make, admit_one  # type: ignore[method-assign]
-    if plans:
-        # What it admits last, it need not take in.
-        reserved = queue.num_reserved_decode_tokens
-        for plan in plans[(budgets[-1].ahead - applied[-1]) // reserved :]:
-            budgets[-1].admit(plan, reserved)
+    queue._budget = make  # type: ignore[method-assign]
     return budgets
 
 

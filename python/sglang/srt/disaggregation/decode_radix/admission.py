@@ -58,7 +58,7 @@ class DecodeAdder:
         reserved: int,
         evictable: int | None = None,
         limits: Sequence[Callable[[LiveReqs], Limit]] = (),
-        live: Callable[[], LiveReqs] | None = None,
+        live: Callable[[], LiveReqs] = LiveReqs,
     ):
         """room: number of requests for which there are a req_to_token slot and a metadata buffer.
 
@@ -70,15 +70,9 @@ class DecodeAdder:
         self._limits: list[Limit] | None = None
         # After `Added.HELD`: see `Limit.held_live`.
         self.held_live: int | None = None
-        self._capacity, self._reserved, self._make_budget, self._evictable = (
-            room,
-            reserved,
-            budget,
-            evictable,
-        )
+        self._capacity, self._reserved, self._evictable = room, reserved, evictable
+        self._make_budget = budget
         self._budget: Budget | None = None
-        # The last admission, not yet in the budget.
-        self._uncounted: AdmissionPlan | None = None
         self._entries: list[QueueEntry] = []
 
     @property
@@ -90,17 +84,19 @@ class DecodeAdder:
         """Add ``req`` if ``plan`` fits. The caller admits it before it adds the next."""
         if len(self._entries) >= self._capacity:
             return Added.NO_ROOM
-        budget = self._budget_now()
+        if self._budget is None:
+            self._budget = self._make_budget()
+        budget = self._budget
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
         if self._make_limits and not self._within_limits(entry, req, plan):
             return Added.HELD
         if not self._in_turn(entry):
             return Added.NOT_ITS_TURN
-        self._uncounted = plan
         self._entries.append(entry)
         # ``available`` is negative after evictions by earlier admissions.
         evicts = max(0, plan.delta - budget.available)
+        budget.admit(plan, self._reserved)
         within = self._evictable is None or evicts <= self._evictable
         return Added.YES if within else Added.LAST
 
@@ -110,7 +106,6 @@ class DecodeAdder:
 
     def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._limits is None:
-            assert self._live is not None
             live = self._live()
             self._limits = [make(live) for make in self._make_limits]
         for limit in self._limits:
@@ -118,15 +113,6 @@ class DecodeAdder:
                 self.held_live = limit.held_live()
                 return False
         return True
-
-    def _budget_now(self) -> Budget:
-        budget = self._budget
-        if budget is None:
-            budget = self._budget = self._make_budget()
-        elif self._uncounted is not None:
-            budget.admit(self._uncounted, self._reserved)
-            self._uncounted = None
-        return budget
 
 
 class Refused(NamedTuple):

@@ -1,4 +1,4 @@
-"""Orders the requests that wait for admission on a decode worker: by priority, then arrival.
+"""The requests that wait for admission on a decode worker, and what the tree holds of them.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -52,7 +52,7 @@ class QueueEntry:
 
 
 class AdmissionPolicy:
-    """The order of requests before admission. An extra may replace it."""
+    """Keeps the entries of waiting requests. An extra may replace it."""
 
     @classmethod
     def of(cls, server_args: Any, tree: DecodeRadixCache) -> AdmissionPolicy:
@@ -140,7 +140,3 @@ class AdmissionPolicy:
     def on_host(self, entry: QueueEntry) -> int:
         """Tokens from the start of the prompt that host memory has."""
         return 0 if entry.host_watch is None else entry.host_watch.length
-
-    def order(self, ready: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """``ready``, indices of ``entries``, in the order of admission."""
-        return sorted(ready, key=lambda i: (entries[i].priority, entries[i].arrival))

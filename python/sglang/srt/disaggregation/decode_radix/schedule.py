@@ -75,7 +75,6 @@ class Schedule:
     def __init__(self, queue: DecodePreallocQueue, measured: Sequence[Measured]):
         """measured: further figures that ranks agree on."""
         self._queue, self._measured = queue, measured
-        self._width = sum(one.width for one in self._measured)
         self._policy, self._tree = queue.policy, queue.radix
         # Windows made so far.
         self._windows_made = 0
@@ -154,7 +153,7 @@ class Schedule:
         available, beside, evictable, rows, *host = queue.memory.figures()
         buffers = queue.req_to_metadata_buffer_idx_allocator.available_size()
         agreement = ranks.agree(
-            # What must be equal for equal decisions: `SHARED_FIGURES` figures.
+            # What must be equal for equal decisions.
             [
                 len(queue.queue),
                 ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests]),
@@ -168,7 +167,7 @@ class Schedule:
             polls,
             # The minimum counts for all ranks.
             [takes_prefix(dr) + lets_source(dr, queue.source) for dr in requests],
-            self._measured_here(),
+            [figure for one in self._measured for figure in one.own()],
             self._digest(entries),
         )
         if agreement is None:
@@ -207,15 +206,6 @@ class Schedule:
 
     # ---- figures ----
 
-    def _measured_here(self) -> list[int]:
-        """This rank's figures. Raises ValueError for a wrong number: tensor sizes would differ."""
-        figures = [figure for one in self._measured for figure in one.own()]
-        if len(figures) != self._width:
-            raise ValueError(
-                f"{len(figures)} measured figures to agree on, and {self._width} are agreed on"
-            )
-        return figures
-
     def _held(self, decode_req: DecodeRequest) -> tuple[int, int]:
         try:
             return self._figures(self.entry_of(decode_req))
@@ -232,5 +222,6 @@ class Schedule:
 
     def _order(self, window: Window) -> list[int]:
         """Indices of ready requests in ``window``, in the order of admission."""
+        entries = window.entries
         ready = [i for i, dr in enumerate(window.requests) if dr.phase is READY]
-        return self._policy.order(ready, window.entries)
+        return sorted(ready, key=lambda i: (entries[i].priority, entries[i].arrival))
