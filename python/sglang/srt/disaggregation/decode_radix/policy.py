@@ -117,11 +117,7 @@ class AdmissionPolicy:
         self._leave_host(entry)
 
     def committed(self, entry: QueueEntry) -> None:
-        """The delta of the request is in the tree."""
-        self.computed(entry)
-
-    def computed(self, entry: QueueEntry) -> None:
-        """The last step over the request's prompt has begun on this worker."""
+        """The delta of the request is in the tree, or its last prompt step has begun here."""
         for arrived in self.hooks.arrived if entry.keys is not None else ():
             arrived(entry, time.monotonic() - entry.admitted_at)
         self.leave(entry)

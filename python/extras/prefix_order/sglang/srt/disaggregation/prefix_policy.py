@@ -392,7 +392,7 @@ class PrefixPolicy(AdmissionPolicy):
             self.watches.lead(entry.watch, least_to_follow(delta))
 
     def committed(self, entry: Any) -> None:
-        if entry.watch is not None:
+        if entry.watch is not None and not entry.local:
             self.transfers.done(entry.prefill, entry.delta, time.monotonic() - entry.admitted_at)
         super().committed(entry)
 
