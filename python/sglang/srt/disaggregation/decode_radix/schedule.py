@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Agreed", "Schedule", "Window", "lets_source", "priority_sign", "takes_prefix"]
 
 READY = Phase.READY
-# Window places that rotate in a longer queue: for handshakes, and for ready requests behind the
-# first. Hundreds may wait for one transfer, and failures behind them must be reported.
-HANDSHAKES = WINDOW // 4
-BEHIND = WINDOW // 4
+# Ready requests that each window of a longer queue has. All others take turns in the rest: hundreds
+# may wait for one transfer, and failures behind them must be reported.
+FIRST = WINDOW // 2
 # Rotation per look, in circles: sees all of 260 to 8,000 requests in at most 2.3 times the looks of
 # a scan, also if only every 16th step looks. Golden ratio: 10 times, as 16 of it are close to 8/9.
 TURN = 6**0.5 - 2
@@ -59,14 +58,6 @@ def priority_sign(scheduler: Any) -> int:
     if not getattr(scheduler, "enable_priority_scheduling", False):
         return 0
     return 1 if scheduler.schedule_low_priority_values_first else -1
-
-
-def _rotated(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[DecodeRequest]:
-    """``places`` of ``requests``; later turns pick others, until each has been picked."""
-    if len(requests) <= places:
-        return [*requests]
-    first = int(turn * TURN % 1.0 * len(requests))
-    return [*requests[first:], *requests[:first]][:places]
 
 
 class Schedule:
@@ -114,12 +105,11 @@ class Schedule:
         ready = self._ready(queue)
         if priority_sign(self._queue.scheduler):
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
-        most = WINDOW - HANDSHAKES
-        first = ready if len(ready) <= most else ready[: most - BEHIND]
         # By agreed phases only: the same on all ranks.
-        behind = _rotated(ready[len(first) :], BEHIND, turn)
-        others = [dr for dr in queue if dr.phase is not READY]
-        return [*first, *behind, *_rotated(others, WINDOW - len(first) - len(behind), turn)]
+        others = [*ready[FIRST:], *(dr for dr in queue if dr.phase is not READY)]
+        # Later turns pick others, until each has been picked.
+        begin = int(turn * TURN % 1.0 * len(others))
+        return [*ready[:FIRST], *others[begin:], *others[:begin]][:WINDOW]
 
     def _ready(self, queue: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Those of ``queue`` that may be admitted, in order of arrival."""
