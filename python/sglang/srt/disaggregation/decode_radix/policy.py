@@ -34,6 +34,9 @@ class QueueEntry:
     prefill: Hashable
     keys: Sequence[Any] | None = None
     extra_key: str | None = None
+    # What the tree held of the prompt at the last lookup, and the tree's state then.
+    found: PrefixPeek = NOTHING
+    found_in: Hashable = None
     # Whether a source other than prefill may bring the delta, agreed on by all TP ranks; and the
     # source that does.
     lets_source: bool = False
@@ -100,7 +103,7 @@ class AdmissionPolicy:
         self.departures += 1
         for left in self.hooks.left:
             left(entry)
-        entry.keys = None
+        entry.keys, entry.found, entry.found_in = None, NOTHING, None
         self._leave_host(entry)
 
     def _leave_host(self, entry: QueueEntry) -> None:
@@ -125,8 +128,13 @@ class AdmissionPolicy:
     # ---- queries ----
 
     def find(self, entry: QueueEntry) -> PrefixPeek:
-        """What the tree holds of the request's prompt."""
-        return NOTHING if entry.keys is None else self.tree.peek(entry.keys, entry.extra_key)
+        """What the tree holds of the request's prompt; looked up again if the tree has changed."""
+        tree = self.tree
+        # An eviction changes the size only.
+        state = tree.growth, tree.locks_taken, tree.locks_released, tree.evictable_size()
+        if entry.keys is not None and entry.found_in != state:
+            entry.found, entry.found_in = tree.peek(entry.keys, entry.extra_key), state
+        return entry.found
 
     def held(self, entry: QueueEntry) -> tuple[int, int]:
         """Prompt tokens that the tree holds, and how many of them no request has locked."""

@@ -5,6 +5,8 @@ Upstream: none is known.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.managers import schedule_batch as engine
 
 __all__ = ["Req", "ScheduleBatch"]
@@ -30,7 +32,7 @@ class ScheduleBatch(engine.ScheduleBatch):
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
         """If memory is short, waits for saves of the decode tree and unlocks their nodes."""
         enough = super().check_decode_mem(selected_indices)
-        tier = getattr(self.tree_cache, "tier", None)
+        tier: Any = getattr(self.tree_cache, "tier", None)
         # Another tier than host memory has none.
         if not enough and hasattr(tier, "release_device") and tier.release_device():
             enough = super().check_decode_mem(selected_indices)
