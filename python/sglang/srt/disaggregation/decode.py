@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.decode_radix.admission import Admission
 from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
 from sglang.srt.disaggregation.decode_radix.budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_radix.commit import (
-    abort_commit,
+    abort,
     note_transfer,
     report_end,
 )
@@ -46,7 +46,6 @@ from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.quarantine import (
-    abort_transfer,
     let_go,
     poll_transfers,
     release,
@@ -123,6 +122,12 @@ class DecodeRequest(engine.DecodeRequest):
     def said_prompt(self) -> bytes:
         """The prompt length on the wire, which prefill compares with its own."""
         return len(self.req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
+
+    def abort(self, what: str) -> None:
+        """Abort the request, whose ``what`` failed on this or another rank."""
+        req = self.req
+        room = f"(bootstrap_room={req.bootstrap_room})"
+        abort(req, f"Decode {what} failed for request {req.rid} {room}{self.failure_reason()}")
 
     def fail(self) -> None:
         """Have prefill stop writing for this request, unless it is a warm-up or computed here."""
@@ -489,7 +494,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
         self.policy.leave(decode_req.entry)
         if decode_req.entry is not None and decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)
-        abort_transfer(decode_req)
+        decode_req.abort("transfer")
+        decode_req.fail()
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
         """Counts decode's prefix as cached tokens; leaves out another request's metadata."""
@@ -503,7 +509,8 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             if not isinstance(self.tree_cache, DecodeRadixCache):
                 raise
             # On all ranks alike: all received the same metadata.
-            abort_commit(req, e)
+            message = f"Decode commit failed for request {req.rid}: {type(e).__name__}: {e}"
+            abort(req, message, error=e)
             return True
         if done and not decode_req.is_aborted and not is_warmup(req):
             note_transfer(req, events_of(self.scheduler.server_args))

@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import Events
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["abort_commit", "note_transfer", "report_end"]
+__all__ = ["abort", "note_transfer", "report_end"]
 
 logger = logging.getLogger(__name__)
 
 
-def abort_commit(req: Req, error: Exception) -> None:
-    """Abort a request whose metadata cannot be committed."""
-    message = f"Decode commit failed for request {req.rid}: {type(error).__name__}: {error}"
+def abort(
+    req: Req,
+    message: str,
+    status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR,
+    error: Exception | None = None,
+) -> None:
+    """Abort ``req`` and log why."""
     logger.error(message, exc_info=error)
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    prepare_abort(req, message, status_code=status)
 
 
 def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:

@@ -5,24 +5,19 @@ Upstream: sgl-project/sglang#35049 and #35360 (merged, off by default), which #3
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.tp_agreement import agreed_polls, is_alone
-from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.mem_cache.tier import Tier
 
-__all__ = ["Writers", "abort_transfer", "let_go", "poll_transfers", "release"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Writers", "let_go", "poll_transfers", "release"]
 
 
 class Writers:
@@ -59,19 +54,6 @@ def poll_transfers(
     return polls[: len(queue)], [
         dr for dr, poll in zip(quarantine, written, strict=True) if poll == KVPoll.Success
     ]
-
-
-def abort_transfer(decode_req: DecodeRequest) -> None:
-    """Abort a request whose transfer failed on any rank, and have prefill stop writing."""
-    req = decode_req.req
-    reason = decode_req.failure_reason()
-    message = (
-        f"Decode transfer failed for request {req.rid} "
-        f"(bootstrap_room={req.bootstrap_room}){reason}"
-    )
-    logger.error(message)
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-    decode_req.fail()
 
 
 def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:

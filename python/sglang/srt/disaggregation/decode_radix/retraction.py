@@ -5,9 +5,7 @@ Upstream: sgl-project/sglang#29471 (open), a resume that matches again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
@@ -16,8 +14,7 @@ from sglang.srt.disaggregation.decode_radix.budget import (
     Budget,
     Memory,
 )
-from sglang.srt.disaggregation.decode_radix.commit import report_end
-from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.disaggregation.decode_radix.commit import abort, report_end
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["Resumption", "joins"]
-
-logger = logging.getLogger(__name__)
 
 
 def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
@@ -133,8 +128,7 @@ class Resumption:
     def _fail(self, req: Req, error: Exception) -> None:
         """Abort a retracted request whose KV cannot be restored. On all ranks alike."""
         message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
-        logger.error(message, exc_info=error)
-        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        abort(req, message, error=error)
         req.is_retracted = False
         report_end(req, self._queue.scheduler)
         req.forget_saved_kv()
