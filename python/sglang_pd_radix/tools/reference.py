@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
@@ -429,12 +428,19 @@ def _sentence(text: str) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
+class _AnyArgs:
+    """Args for the names of rules."""
+
+    disaggregation_mode = "another"
+
+    def __getattr__(self, name: str) -> str:
+        return "NAME"
+
+
 def _trees() -> str:
     from sglang.srt.mem_cache.cache_support import KINDS
 
-    # For the names of rules.
-    known = {"hicache_storage_backend": "NAME", "speculative_algorithm": "NAME"}
-    args = SimpleNamespace(disaggregation_mode="another", **known)
+    args = _AnyArgs()
     rows = []
     for kind in KINDS:
         names = [rule.name.format(args=args) for refused in kind.refused for rule in refused.rules]

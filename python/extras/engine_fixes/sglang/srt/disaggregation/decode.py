@@ -21,6 +21,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     """Transfers that bring a request no logprobs of another."""
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
+        """Drops logprobs that prefill was not asked for, see `drop_unasked_logprobs`."""
         done = super()._commit_transfer_to_req(decode_req)
         if done and not decode_req.is_aborted:
             drop_unasked_logprobs(decode_req.req)
