@@ -100,13 +100,10 @@ class ServerArgs(engine.ServerArgs):
                 f"{self.disaggregation_transfer_backend!r}. Use one of these on prefill and "
                 f"decode, or leave the flag out."
             )
+        interval = self.disaggregation_decode_polling_interval
         for option, value, least in (
             ("--num-reserved-decode-tokens", self.num_reserved_decode_tokens, 0),
-            (
-                "--disaggregation-decode-polling-interval",
-                self.disaggregation_decode_polling_interval,
-                1,
-            ),
+            ("--disaggregation-decode-polling-interval", interval, 1),
         ):
             if value < least:
                 raise ValueError(f"{option} is {value}: give {least} or more with {FLAG}.")

@@ -425,10 +425,24 @@ def _sentence(text: str) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
-def _trees() -> str:
-    from sglang.srt.mem_cache import cache_support
+class _AnyArgs:
+    """Args for the names of rules."""
 
-    return cache_support.markdown()
+    disaggregation_mode = "another"
+
+    def __getattr__(self, name: str) -> str:
+        return "NAME"
+
+
+def _trees() -> str:
+    from sglang.srt.mem_cache.cache_support import KINDS
+
+    args = _AnyArgs()
+    rows = []
+    for kind in KINDS:
+        names = [rule.name.format(args=args) for refused in kind.refused for rule in refused.rules]
+        rows.append((kind.workers, kind.tree, "; ".join(names)))
+    return _table(("Worker", "Tree", "Refused at the start"), rows)
 
 
 #: Metrics that a decode worker writes without the flag too. It does not export the others, or they stay 0.

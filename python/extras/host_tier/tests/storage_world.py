@@ -105,10 +105,10 @@ class StorageWorld(World):
             self.queue.fetch(decode_req)
         return decode_req
 
-    def _flush(self) -> bool:
+    def flush(self) -> bool:
         """With the same weights."""
         weights = self.weights
-        done = super()._flush()
+        done = super().flush()
         self.weights = weights
         return done
 

@@ -12,8 +12,8 @@ from engine_classes import args_of, engine_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.decode_radix import retraction
 from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
-from sglang.srt.disaggregation.decode_radix.retraction import Resumption
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req
@@ -294,15 +294,15 @@ def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
         assert budget.beside.tokens == kept_by_asking_all(world, admitted)
         return covers(budget, plan, promised)
 
-    is_blocked = Resumption._is_blocked
+    fits = retraction._fits
 
-    def asked(resumption: Resumption, req: Req, free: Memory, *more: Any) -> bool:
+    def asked(plan: AdmissionPlan, free: Memory, *more: Any) -> bool:
         assert free == world.queue.accounts.free(world.queue.live().running)
-        return is_blocked(resumption, req, free, *more)
+        return fits(plan, free, *more)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Budget, "covers", checked)
-        patched.setattr(Resumption, "_is_blocked", asked)
+        patched.setattr(retraction, "_fits", asked)
         for n, (what, prefix, own) in enumerate(steps):
             if what <= 2:
                 prompts = [tokens(prefix + 1, 8 * prefix) + tokens(20 + 2 * n + i, 1 + 5 * own) for i in range(2)]

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import sglang.srt.managers.scheduler  # noqa: F401  registers the kinds
-from sglang.srt.mem_cache import hybrid_support, kv_cache_builder, state_kind
+from sglang.srt.mem_cache import hybrid_support, state_kind
+from sglang.srt.mem_cache.decode_radix_cache import build_tree
 from sglang.srt.mem_cache.state_kind import StateKind
 from sglang.srt.mem_cache.state_slots import StateSlots
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -87,7 +88,7 @@ def test_without_this_extra_its_name_is_said(monkeypatch):
     assert [kind.word for kind in state_kind.kinds() if kind.word] == ["states", "windows"]
     names = r"in some layers linear attention \(GDN .*KDA .*\), Mamba2 .* or sliding windows, are. Start"
     with pytest.raises(ValueError, match=names):
-        kv_cache_builder.build(StateKind, engines, None)
+        build_tree(StateKind, engines, None)
     monkeypatch.setattr(state_kind, "_kinds", [])
     with pytest.raises(ValueError, match=r"throughout \(RadixCache\) are without the extra hybrid. Start this decode"):
-        kv_cache_builder.build(StateKind, engines, None)
+        build_tree(StateKind, engines, None)

@@ -62,9 +62,9 @@ def world(server):
             if not self.tree.busy:
                 super().check()
 
-        def _flush(self):
+        def flush(self):
             weights = self.weights
-            done = super()._flush()
+            done = super().flush()
             self.weights = weights
             self.kv.k_buffer[0].fill_(-1)
             return done

@@ -112,17 +112,17 @@ def test_what_loads_and_saves_hold_is_not_retractable():
     # A save under way, of the first part of its prompt.
     assert [len(save.slots) for save in one.session.saves] == [32]
     private = req.kv_allocated_len - req.cache_protected_len
-    assert one.queue._budget().retractable == private + 64 - 32
+    assert one.queue._budget().retractable(0) == private + 64 - 32
     other = list(range(100, 132))
     one.session.store |= hashes_of(one.tree, other)
     one.arrive(other)
     one.step()
     assert len(one.session.loads) == 1 and one.tree.unreturned_tokens == 32
-    assert one.queue._budget().retractable == private + 64 - 32
+    assert one.queue._budget().retractable(0) == private + 64 - 32
     # The whole prompt is locked by what is saved last.
     one.session.end_saves()
     one.step()
-    assert one.queue._budget().retractable == private
+    assert one.queue._budget().retractable(0) == private
 
 
 def test_what_a_server_that_hangs_keeps_is_told_apart_from_a_leak():

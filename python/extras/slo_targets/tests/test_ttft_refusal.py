@@ -235,7 +235,7 @@ def test_without_refuse_nothing_is_measured():
         world = World(options=options)
         assert world.transfer.ttft_refusal is None
         assert not any(isinstance(of(), TtftRefusal) for of in world.transfer.hooks.measured)
-    assert not World().transfer.hooks.lines
+    assert World().transfer.ttft_target is None
 
 
 # ---- ranks ----

@@ -49,8 +49,7 @@ def told(world: World) -> dict[str, Any]:
 
 
 def target_of(world: World) -> TtftTarget | None:
-    lines = world.transfer.hooks.lines
-    return lines[0].__self__.target if lines else None
+    return world.transfer.ttft_target
 
 
 def admitted(waiting: list[Any]) -> list[int]:

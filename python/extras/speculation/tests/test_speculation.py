@@ -16,7 +16,7 @@ from overlapped_loop import LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_radix import overlap_guard
-from sglang.srt.disaggregation.decode_radix.overlap_guard import InFlightBatch
+from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -284,7 +284,7 @@ def test_with_drafts_events_have_the_tokens_of_pages():
     ],
 )
 def test_pages_of_a_step_that_drafts(page_size, ended, pages):
-    found = InFlightBatch(batch(speculates=True), ended, page_size).pages
+    found = OverlapGuard(batch(speculates=True), ended, page_size).pages
     assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,9 @@ from sglang.srt.disaggregation.decode_radix.admission import Admission
 from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
 from sglang.srt.disaggregation.decode_radix.budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_radix.commit import (
-    abort_commit,
+    abort,
     note_transfer,
     report_end,
-    take_along,
 )
 from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
 from sglang.srt.disaggregation.decode_radix.handshake import (
@@ -35,21 +34,25 @@ from sglang.srt.disaggregation.decode_radix.handshake import (
     poll_handshake,
     take_polls,
 )
-from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, events_of
+from sglang.srt.disaggregation.decode_radix.hooks import (
+    NO_HOOKS,
+    DecodeHooks,
+    DeltaSource,
+    Hooks,
+    events_of,
+)
 from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows, OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.quarantine import (
-    abort_transfer,
-    flush_around,
     let_go,
     poll_transfers,
     release,
 )
 from sglang.srt.disaggregation.decode_radix.retraction import Resumption
 from sglang.srt.disaggregation.decode_radix.schedule import Agreed, Schedule
-from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks
+from sglang.srt.disaggregation.decode_radix.tp_agreement import Ranks, are_alike
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, is_warmup
@@ -116,20 +119,15 @@ class DecodeRequest(engine.DecodeRequest):
     def advance(self, phase: Phase) -> None:
         self.phase = phase
 
-    def enter(self, entry: QueueEntry) -> QueueEntry:
-        self.entry = entry
-        return entry
-
     def said_prompt(self) -> bytes:
         """The prompt length on the wire, which prefill compares with its own."""
         return len(self.req.origin_input_ids).to_bytes(LENGTH_SIZE, "little")
 
-    def take_buffer(self, index: int) -> None:
-        self.metadata_buffer_index = index
-
-    def name_target(self, page_indices: np.ndarray, state_indices: list[int] | None) -> None:
-        """Set what prefill is to write to."""
-        self.page_indices, self.state_indices = page_indices, state_indices
+    def abort(self, what: str) -> None:
+        """Abort the request, whose ``what`` failed on this or another rank."""
+        req = self.req
+        room = f"(bootstrap_room={req.bootstrap_room})"
+        abort(req, f"Decode {what} failed for request {req.rid} {room}{self.failure_reason()}")
 
     def fail(self) -> None:
         """Have prefill stop writing for this request, unless it is a warm-up or computed here."""
@@ -197,7 +195,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Admission with a decode-side radix cache; without the flag, every method is the engine's."""
 
     # Extras may replace these classes.
-    schedule_type, admission_type = Schedule, Admission
+    schedule_type, admission_type, deltas_type = Schedule, Admission, PrefillDeltas
 
     def __init__(self, *args, **kwargs):
         """Adds what the engine's queue needs for a radix cache."""
@@ -213,23 +211,25 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self.tier.know_live(self.live, lambda live: self.accounts.ahead(live))
         # Queries do not block the scheduler here. The manager decides on retries and giving up.
         self._ensure_retry_interval, self._max_ensure_retries = 0.0, sys.maxsize
-        rows, buffer_indices = self.req_to_token_pool, self.req_to_metadata_buffer_idx_allocator
         self.policy = self.transfer_queue.policy
         self.ranks = Ranks(self.gloo_group)
         hooks = self.transfer_queue.hooks
-        sources, figures = tuple(of() for of in hooks.source), [of() for of in hooks.measured]
+        figures = tuple(of() for of in hooks.measured)
+        # What may bring deltas besides prefill: at most one extra.
+        self.source: DeltaSource | None = hooks.source[-1]() if hooks.source else None
         extras = zlib.crc32(",".join(loader.extras()).encode())
-        if not self.ranks.are_alike([sum(one.width for one in figures), extras]):
+        if self.ranks.size > 1 and not are_alike(
+            self.gloo_group, [sum(one.width for one in figures), extras]
+        ):
             raise ValueError(
                 "the TP ranks of this decode worker do not measure the same: options, extras or "
                 "the package differ between its nodes. Start all of them with the same options and "
                 "SGLANG_PD_RADIX_EXTRAS."
             )
         self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
-        self.memory = RequestMemory(tree, rows)
-        deltas = PrefillDeltas(tree, rows, self.metadata_buffers, buffer_indices, hooks)
-        self.schedule = self.schedule_type(self, sources, figures)
-        self.admission = self.admission_type(self, deltas, sources)
+        self.memory = RequestMemory(tree, self.req_to_token_pool)
+        self.schedule = self.schedule_type(self, figures)
+        self.admission = self.admission_type(self, self.deltas_type(self))
         self.resumption = Resumption(self)
 
     # ---- new requests ----
@@ -317,7 +317,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         # 4. Agree with the other ranks on the candidates and their order.
         if (agreed := self._agree()) is None:
             # Else steps would be skipped until a running request ends.
-            self.admission.held = None
+            self.admission.refused = None
             return [], []
         # 5. Drop aborted and failed requests.
         failed = self._drop_aborted()
@@ -416,8 +416,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             self.enable_staging = False
             # Also the prealloc queue's, which is created after this queue.
             self.policy = self.policy_type.of(self.scheduler.server_args, self.tree_cache)
-            self.hooks = Hooks(DecodeHooks, self)
-            self.policy.know(self.hooks)
+            self.hooks = self.policy.hooks = Hooks(DecodeHooks, self)
 
     def _init_staging_handler(self, kv_manager) -> None:
         """Skips the engine's staging handler with a radix cache."""
@@ -455,7 +454,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             if poll == KVPoll.Failed:
                 self._fail(dr)
                 ended.append(dr.req)
-                self._set_aside(dr, released, closed=is_warmup(dr.req) or dr.phase is LOCAL)
+                self._set_aside(dr, released)
             elif dr.phase is LOCAL and poll == KVPoll.Success:
                 dr.entry.source.agree(dr)
             elif poll != KVPoll.Success or not self._commit_transfer_to_req(dr):
@@ -464,7 +463,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
                 # The buffer held another request's metadata, or the commit failed.
                 self.policy.leave(dr.entry)
                 ended.append(dr.req)
-                self._set_aside(dr, released, dr.kv_receiver is None or is_warmup(dr.req))
+                self._set_aside(dr, released)
             else:
                 # First: it no longer waits, so the tree need not be searched for its prompt.
                 self.policy.committed(dr.entry)
@@ -481,31 +480,22 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             report_end(req, self.scheduler, failed=True)
         return arrived
 
-    def _set_aside(
-        self, decode_req: DecodeRequest, released: list[DecodeRequest], closed: bool
-    ) -> None:
-        """Quarantine a failed request; release it if ``closed``: nothing writes for it."""
-        if closed:
+    def _set_aside(self, decode_req: DecodeRequest, released: list[DecodeRequest]) -> None:
+        """Quarantine a failed request; release it if nothing writes for it."""
+        receiver, local = decode_req.kv_receiver, decode_req.phase is LOCAL
+        if receiver is None or local or is_warmup(decode_req.req):
             released.append(decode_req)
         else:
             decode_req.advance(Phase.QUARANTINED)
             self.quarantine.append(decode_req)
-
-    def flush_around_quarantine(self, flush: Callable[[], bool]) -> bool:
-        """Flush the pools of an otherwise idle worker, except what quarantined requests hold.
-
-        A weight update flushes too: if refused, it raises, which ends the scheduler.
-        """
-        assert isinstance(self.tree_cache, DecodeRadixCache)
-        reqs = [dr.req for dr in self.quarantine]
-        return flush_around(reqs, self.scheduler.req_to_token_pool, self.tree_cache, flush)
 
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed on this or another rank."""
         self.policy.leave(decode_req.entry)
         if decode_req.entry is not None and decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)
-        abort_transfer(decode_req)
+        decode_req.abort("transfer")
+        decode_req.fail()
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
         """Counts decode's prefix as cached tokens; leaves out another request's metadata."""
@@ -519,12 +509,11 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
             if not isinstance(self.tree_cache, DecodeRadixCache):
                 raise
             # On all ranks alike: all received the same metadata.
-            abort_commit(req, e)
+            message = f"Decode commit failed for request {req.rid}: {type(e).__name__}: {e}"
+            abort(req, message, error=e)
             return True
-        if done and not decode_req.is_aborted:
-            take_along(req)
-            if not is_warmup(req):
-                note_transfer(req, events_of(self.scheduler.server_args))
+        if done and not decode_req.is_aborted and not is_warmup(req):
+            note_transfer(req, events_of(self.scheduler.server_args))
         return done
 
 

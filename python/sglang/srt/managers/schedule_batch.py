@@ -112,14 +112,6 @@ class ScheduleBatch(engine.ScheduleBatch):
         """As `slots_written`, for what requests have besides KV, see `StateKind.indices`."""
         return set()
 
-    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
-        """If memory is short, waits for saves of the decode tree and unlocks their nodes."""
-        enough = super().check_decode_mem(selected_indices)
-        tier = getattr(self.tree_cache, "tier", None)
-        if not enough and tier is not None and tier.release_device():
-            enough = super().check_decode_mem(selected_indices)
-        return enough
-
     def prepare_for_prebuilt(self) -> None:
         """With the decode tree, skips the engine's copy of the prompts: no step runs this batch."""
         reqs = [req for req in self.reqs if req.decode_prefix_len is not None]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -17,8 +16,8 @@ from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import keep_extra_key
-from sglang.srt.mem_cache import cache_support, kv_cache_builder, state_kind
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
+from sglang.srt.mem_cache import cache_support, state_kind
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, build_tree
 from sglang.srt.mem_cache.state_kind import StateKind
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class Scheduler(engine.Scheduler):
         # The engine must not build its own tier: the decode tree's tier is an extra's.
         self.enable_hierarchical_cache = self.enable_hicache_storage = False
         super().init_cache_with_memory_pool()
-        self.tree_cache = kv_cache_builder.build(kind, self.tree_cache, self)
+        self.tree_cache = build_tree(kind, self.tree_cache, self)
 
     def takes_decode_tree(self) -> bool:
         """Whether the worker gets the decode tree. An extra may say no and set its own tree."""
@@ -70,11 +69,6 @@ class Scheduler(engine.Scheduler):
     def rests(self) -> bool:
         """Whether the worker has no request and no page in quarantine."""
         return self.is_fully_idle() and not self.has_quarantine()
-
-    def note_step(self, batch, result) -> None:
-        """Report a processed batch to the hooks."""
-        for note_step in hooks_of(self).note_step:
-            note_step(batch, result)
 
     def kv_manager(self):
         """The transfer backend's manager; None without disaggregation."""
@@ -108,22 +102,6 @@ class Scheduler(engine.Scheduler):
         )
         return reason
 
-    def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds two cases that the engine misses.
-
-        A pause in mode ``retract`` requeues decode requests without ``is_retracted``: they would
-        start another handshake, with a prefill that has finished them, and wait forever.
-
-        With priorities, prefill and decode (with the flag) sort the queue by priority. A request
-        without one, such as a warm-up, would end the worker: it gets the lowest.
-        """
-        decodes = isinstance(self.tree_cache, DecodeRadixCache)
-        is_retracted = is_retracted or (decodes and req.is_retracted)
-        if self.enable_priority_scheduling:
-            if decodes or self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
-                self._set_or_validate_priority(req)
-        super()._add_request_to_queue(req, is_retracted)
-
     def abort_request(self, recv_req) -> None:
         """An abort in prefill's waiting queue also fails the transfer: decode waits for it."""
         rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid
@@ -141,9 +119,10 @@ class Scheduler(engine.Scheduler):
     # ---- steps ----
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds `note_step`."""
+        """Adds the hook `note_step`."""
         super().process_batch_result(batch, result)
-        self.note_step(batch, result)
+        for note_step in hooks_of(self).note_step:
+            note_step(batch, result)
 
     def update_running_batch(self, batch):
         """On decode, processes a final in-flight batch before a request is retracted.
@@ -185,14 +164,6 @@ class Scheduler(engine.Scheduler):
         self.process_batch_result(*self.result_queue.popleft())
         self.last_batch = self.cur_batch = None
 
-    def process_input_requests(self, recv_reqs) -> None:
-        """Adds `begin_turn`, once per iteration of each event loop."""
-        super().process_input_requests(recv_reqs)
-        self.begin_turn(recv_reqs)
-
-    def begin_turn(self, recv_reqs) -> None:
-        """Called in each iteration of the event loop after its messages were processed."""
-
     # ---- flushes ----
 
     def flush_cache(self) -> bool:
@@ -201,10 +172,12 @@ class Scheduler(engine.Scheduler):
         A weight update may follow the last answer at once; a failed flush ends the scheduler.
         """
         self.end_step_of_none()
-        flush = super().flush_cache
-        if self.has_quarantine():
-            flush = partial(self.disagg_decode_transfer_queue.flush_around_quarantine, flush)
-        return flush()
+        if not self.has_quarantine() or not self.is_fully_idle():
+            return super().flush_cache()
+        self.cur_batch = self.last_batch = None
+        self.tree_cache.empty([dr.req for dr in self.disagg_decode_transfer_queue.quarantine])
+        self.reset_metrics()
+        return True
 
     def flush_cache_wrapped(self, recv_req):
         """With several TP ranks, the ranks agree whether to flush."""

@@ -1,8 +1,7 @@
 """Table of the workers that get a decode tree and the options that are refused with it.
 
-The start-up checks, their errors and the documentation (`markdown`) come from this table.
-`kv_cache_builder.py` builds the trees. This module imports no cache of the engine, so options are
-checked before anything is loaded.
+The start-up checks, their errors and the documentation come from this table.
+This module imports no cache of the engine, so options are checked before anything is loaded.
 
 Upstream: none: it names what has been verified here.
 """
@@ -28,7 +27,6 @@ __all__ = [
     "check_not_turned_off",
     "check_tree",
     "kinds_with",
-    "markdown",
     "replace",
     "several",
     "switch",
@@ -178,23 +176,3 @@ def check_tree(option: str, tree: Any) -> None:
             f"{option} needs the radix cache, which the engine turns off for multimodal models "
             "with the Transformers backend. Start this worker without the option."
         )
-
-
-class _AnyArgs:
-    """Args for the names of rules in the documentation."""
-
-    disaggregation_mode = "another"
-
-    def __getattr__(self, name: str) -> str:
-        return "NAME"
-
-
-def markdown() -> str:
-    """The table in Markdown: worker, tree, options refused at start-up."""
-    lines = ["| Worker | Tree | Refused at the start |", "| --- | --- | --- |"]
-    for kind in KINDS:
-        names = [
-            rule.name.format(args=_AnyArgs()) for refused in kind.refused for rule in refused.rules
-        ]
-        lines.append(f"| {kind.workers} | {kind.tree} | {'; '.join(names)} |")
-    return "\n".join(lines)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import heapq
 import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.cache_support import FLAG
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.mem_cache.state_kind import NO_STATE, StateKind
+from sglang.srt.mem_cache.state_kind import NO_STATE, StateKind, kinds
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
 
 if TYPE_CHECKING:
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecodeRadixCache",
-    "NodeWatches",
     "add_layer",
+    "build_tree",
+    "check_pool",
     "insert_below",
     "is_warmup",
     "path_to",
-    "reserve",
 ]
 
 _layers: list[type[DecodeRadixCache]] = []
@@ -74,12 +76,6 @@ def insert_below(
     return before, node
 
 
-def reserve(pool: Any, slots: torch.Tensor) -> None:
-    """Remove the pages of ``slots`` (int64) from the free list of ``pool``."""
-    pages = slots // pool.page_size
-    pool.free_pages = pool.free_pages[~torch.isin(pool.free_pages, pages)]
-
-
 def add_layer(layer: type[DecodeRadixCache]) -> None:
     """Make ``layer`` a base of each decode tree: after its own class, before `DecodeRadixCache`."""
     _layers.insert(0, layer)
@@ -113,48 +109,15 @@ def _slots_between(above: TreeNode, node: TreeNode) -> torch.Tensor:
     return torch.cat(parts[::-1])
 
 
-class NodeWatches:
-    """Receives each change of a tree's nodes, and says which nodes to evict last: here none."""
-
-    def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
-        """on_leave: called with a node when fewer of its tokens are wanted, or none."""
-        self.changes = 0
-
-    def on_reset(self) -> None:
-        """The tree has been emptied and has a new root."""
-        self.changes += 1
-
-    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """``lower`` was split: ``upper`` has its first tokens."""
-        self.changes += 1
-
-    def on_removal(self, node: TreeNode) -> None:
-        """The leaf ``node`` has been evicted."""
-        self.changes += 1
-
-    def on_new_leaf(self, node: TreeNode) -> None:
-        """A leaf has been added."""
-        self.changes += 1
-
-    def wanted(self, node: TreeNode) -> int:
-        """Tokens from the start of ``node``, in whole pages, that queued requests match."""
-        return 0
-
-    def waiting(self, node: TreeNode) -> int:
-        """The number of queued requests that match ``node``."""
-        return 0
-
-
 class DecodeRadixCache(RadixCache):
     """Radix cache of a decode worker.
 
     Unlike the engine's it matches without side effects (`peek`), evicts an exact number of pages
-    (`evict_shortfall`), reports changes (`watches`), inserts only committed KV, and counts locks.
+    (`evict_shortfall`), inserts only committed KV, and counts locks.
     """
 
-    # An extra may replace both.
+    # An extra may replace it.
     reader_type = PrefixReader
-    watches_type = NodeWatches
     # What requests have besides KV.
     state: StateKind = NO_STATE
     # Where KV is kept outside the pool.
@@ -208,15 +171,23 @@ class DecodeRadixCache(RadixCache):
 
     def reset(self) -> None:
         super().reset()
-        if hasattr(self, "watches"):
-            self.watches.on_reset()
-        else:
-            self.reader = self.reader_type(self)
-            self.watches = self.watches_type(self, self.no_longer_wanted)
+        self.reader = self.reader_type(self)
         self.generation = getattr(self, "generation", 0) + 1
         self.growth = getattr(self, "growth", 0) + 1
         self.locks_taken = 0
         self.locks_released = 0
+
+    def empty(self, reqs: Iterable[Req]) -> None:
+        """Empty the tree of a worker whose only requests are ``reqs``, which keep their deltas."""
+        nodes = [*self.root_node.children.values()]
+        for node in nodes:
+            nodes += node.children.values()
+        if nodes:
+            self.pool.free(torch.cat([node.value for node in nodes]))
+        self.reset()
+        for req in reqs:
+            req.last_node = self.root_node
+            self.inc_lock_ref(req.last_node)
 
     def accepts(self, req: Req) -> bool:
         """Whether the tree may serve ``req`` and take its KV.
@@ -363,28 +334,46 @@ class DecodeRadixCache(RadixCache):
         self._record_remove_event(leaf)
         return len(leaf.value)
 
-    def no_longer_wanted(self, node: TreeNode) -> None:
-        """Fewer tokens of ``node`` are wanted, see `NodeWatches`."""
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Reports the split."""
-        upper = super()._split_node(key, child, split_len)
-        self.watches.on_split(upper, child)
-        return upper
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        """Reports the removal."""
-        super()._delete_leaf(node)
-        self.watches.on_removal(node)
-
     def _record_store_event(self, node: TreeNode) -> None:
-        """Reports a new leaf."""
+        """Counts new leaves, and publishes their tokens."""
         self.growth += 1
         before = len(self.kv_event_queue)
         super()._record_store_event(node)
         self.reader.tell_tokens(self.kv_event_queue[before:])
-        self.watches.on_new_leaf(node)
 
     def audit(self, holders: Iterable[TreeNode]) -> list[str]:
         """Faults of the tree, given the nodes that live requests lock. An extra implements it."""
         return []
+
+
+def build_tree(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRadixCache:
+    """Build the decode tree for the pools of ``engines``, the engine's tree.
+
+    Prefill sends what a request has besides KV with every request, so the tree keeps KV only.
+    Raises ValueError for a model that is not verified.
+    """
+    if type(engines) is not RadixCache:
+        others = " or ".join(other.layers for other in kinds() if other.word)
+        others = f", or in some layers {others}, are" if others else " are without the extra hybrid"
+        raise ValueError(
+            f"{FLAG} is not verified for this model: the engine chose {type(engines).__name__} "
+            f"for it, and only models with full attention throughout (RadixCache){others}. "
+            "Start this decode worker without the flag."
+        )
+    cache_support.check_tree(FLAG, engines)
+    check_pool(kind, scheduler.tp_worker.model_runner)
+    if (own := kind.take_over(engines, scheduler)) is not None:
+        return own
+    tree = DecodeRadixCache.take_over(engines)
+    tree.state = kind.beside(tree)
+    return tree
+
+
+def check_pool(kind: type[StateKind], runner: Any) -> None:
+    """Raise ValueError if the KV pool keeps state and no extra has its kind."""
+    if kind is StateKind and hasattr(runner.token_to_kv_pool, "get_state_buf_infos"):
+        raise ValueError(
+            f"{FLAG} is not verified for this model: beside KV it keeps what the engine calls "
+            f"state ({type(runner.token_to_kv_pool).__name__}). "
+            "Start this decode worker without the flag."
+        )

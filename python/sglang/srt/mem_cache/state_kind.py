@@ -126,15 +126,6 @@ class StateKind:
         """What prefill writes to (or None), however much of the prompt decode holds."""
         return None
 
-    # ---- flush around quarantine ----
-
-    def held(self, slots: torch.Tensor) -> Any:
-        """What the request with these KV slots has."""
-        return None
-
-    def reserve(self, req: Req, slots: torch.Tensor, held: Any) -> None:
-        """After its pool was cleared, take out what `held` returned for the first ``slots``."""
-
     # ---- audit ----
 
     def faults(self) -> list[str]:

@@ -1,11 +1,8 @@
-"""KV kept outside a decode tree's pool (HiCache L2 or L3), as admission and the scheduler see it.
+"""KV kept outside a decode tree's pool: nothing, unless an extra gives its tree another `Tier`.
 
-The core's `Tier` keeps nothing; an extra gives its tree another.
-
-A *save* copies one node's pages; the node is locked until the copy ends. A *load* brings pages
-back: into a tree before the request is admitted (`fetch`), or into the request's own pages (`lock`,
-`load`). The trees of TP ranks are replicas, so all ranks begin the same copies in the same order;
-they reduce only whether a copy has ended.
+A *save* copies one node, which is locked until the copy ends. A *load* brings pages back: into the
+tree before the request is admitted (`fetch`), or into the request's own pages (`lock`, `load`). TP
+ranks begin the same copies in the same order; they reduce only whether a copy has ended.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees
 of other packages.
@@ -71,10 +68,8 @@ class Tier:
         return NOTHING
 
     def lock(self, found: PrefixPeek, held: int, priority: int) -> Any:
-        """Lock what was found until `let_go`. Returns the load, which begins after admission.
-
-        A load has the methods ``done`` and ``wait``, ``end`` (tokens of the prompt up to its end)
-        and ``known`` (whether a prefill has computed this prefix).
+        """Lock what was found until `let_go`. Returns the load: its methods ``done`` and ``wait``,
+        ``end`` (tokens of the prompt) and ``known`` (whether a prefill has computed this prefix).
         """
         raise NotImplementedError
 
@@ -125,10 +120,6 @@ class Tier:
         return []
 
     # ---- release and stop ----
-
-    def release_device(self) -> bool:
-        """Wait for saves and unlock their nodes. Returns whether any ran, equal on all ranks."""
-        return False
 
     def stop(self) -> None:
         """Never use the stored KV again: the weights are about to change."""

@@ -389,12 +389,12 @@ class World(DecodeWorker):
         """As the scheduler flushes after a weight update: only when no request holds KV in the pool."""
         if self.queue.queue or self.transfer.queue or self.waiting or self.running:
             return False
-        return self.transfer.flush_around_quarantine(self._flush)
-
-    def _flush(self) -> bool:
-        self.tree.reset()
-        self.pool.clear()
-        self.allocator.clear()
+        if self.transfer.quarantine:
+            self.tree.empty([dr.req for dr in self.transfer.quarantine])
+        else:
+            self.tree.reset()
+            self.pool.clear()
+            self.allocator.clear()
         self.weights += 1
         return True
 
@@ -472,7 +472,7 @@ class World(DecodeWorker):
                 found = self.tree.peek(entry.keys, entry.extra_key)
                 # Its own, where a test has broken that of one policy.
                 assert type(self.queue.policy).find(self.queue.policy, entry) == found
-        if not hasattr(self.tree.watches, "leader"):
+        if not hasattr(self.queue.policy, "watches"):
             return
         watches = [entry.watch for entry in entries if entry.watch is not None]
         assert set(watches) == set(self.tree.watches)
@@ -483,7 +483,7 @@ class World(DecodeWorker):
         # Nobody waits for a transfer that has ended, as far as they are looked at: while a retracted request waits for
         # memory, or the next one for time or a row, that is not in each step.
         transfers = {dr.entry for dr in (*self.transfer.queue, *computed)}
-        held = self.queue.has_radix and (self.queue.admission.held is not None or self.queue.admission.full is not None)
+        held = self.queue.admission.refused is not None and self.queue.admission.blocked is None
         looked_at = not self.queue.retracted_queue and not self.looks_later and not held
         assert not looked_at or all(
             # One that is computed here leaves when its step is launched, after they were looked at.

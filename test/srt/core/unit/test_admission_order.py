@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.decode_radix.admission import Admission
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy
 from sglang.srt.disaggregation.decode_radix.schedule import Schedule
 from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, NodeWatches
 from test_traps import Rank, serve, serve_to_end, tokens
 
 
@@ -26,7 +25,6 @@ def core_alone() -> Iterator[None]:
         for owner, more in (
             (DecodePreallocQueue, {"schedule_type": Schedule, "admission_type": Admission}),
             (DecodeTransferQueue, {"policy_type": AdmissionPolicy}),
-            (DecodeRadixCache, {"watches_type": NodeWatches}),
         ):
             stack.enter_context(patch.multiple(owner, **more))
         yield

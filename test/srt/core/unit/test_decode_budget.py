@@ -15,9 +15,7 @@ from sglang.srt.disaggregation.decode_radix.budget import (
     Budget,
     Lengths,
     Memory,
-    Running,
     Uses,
-    lacked,
     uses_of,
 )
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
@@ -37,12 +35,19 @@ class Use(NamedTuple):
 
 
 def together(reqs: list[Use]) -> Uses:
-    return Uses([use.held for use in reqs], sum(use.shared for use in reqs), [use.at_length for use in reqs])
+    private = sum(use.held - use.shared for use in reqs)
+    return Uses([use.held for use in reqs], private, [use.at_length for use in reqs])
 
 
 def budget(free: Memory, running: list[Use] | None = None, in_tree: int = 0, **more: Any) -> Budget:
     uses = together(running or [])
-    return Budget(free, free.kv, in_tree, lambda: uses, lacked(uses), **more)
+    return Budget(free, free.kv, in_tree, lambda: uses, uses.lacks(), **more)
+
+
+def brings(made: Budget) -> tuple[int, int]:
+    """What a retraction of all that run brings, and what the neediest of them lacks then."""
+    retractable = made.retractable(made.locked)
+    return retractable, made.running.lacks(retractable)
 
 
 def test_what_a_request_holds_it_need_not_be_given():
@@ -50,10 +55,10 @@ def test_what_a_request_holds_it_need_not_be_given():
     running = [Use(held=404, shared=400, at_length=704)]
     # 4 of its own, and the rest of 704 is still to come, of which a retraction of itself brings nothing.
     one = budget(Memory(0), running)
-    assert one.running == Running(private=4, lacks=300, at_most=300)
+    assert brings(one) == (4, 300)
     # Two such: what one holds alone the other can have.
     two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
-    assert two.running == Running(private=204, lacks=704 - 604, at_most=300)
+    assert brings(two) == (604, 704 - 604)
 
 
 def test_what_requests_have_of_the_pool_in_whole_pages():
@@ -67,8 +72,8 @@ def test_what_requests_have_of_the_pool_in_whole_pages():
         return [req(30, 8, 31, 16), req(32, 64, 33, 32), req(7, 500, 8, 0)]
 
     asked, lengths = reqs(), Lengths(page_size=16, most_new_tokens=100)
-    assert uses_of(asked, lengths) == uses_of(asked, lengths) == Uses([32, 48, 16], 48, [48, 96, 112])
-    assert uses_of(reqs(), Lengths(1, 100)) == Uses([31, 33, 8], 48, [38, 96, 107])
+    assert uses_of(asked, lengths) == uses_of(asked, lengths) == Uses([32, 48, 16], 96 - 48, [48, 96, 112])
+    assert uses_of(reqs(), Lengths(1, 100)) == Uses([31, 33, 8], 72 - 48, [38, 96, 107])
     assert uses_of([], lengths) == Uses([], 0, [])
 
 
@@ -93,7 +98,7 @@ def shared_budget() -> Budget:
     """Two that decode: 40 and 10 tokens of their own, and 60 of the first in the tree, which nobody else holds."""
     made = budget(Memory(1000, 100), [Use(100, 60, 260), Use(10, 0, 20)], in_tree=60, ahead=6, retracted=7)
     made.beside = FiveKept()
-    assert made.retractable == 110 and made.running == Running(private=50, lacks=150, at_most=160)
+    assert brings(made) == (110, 150)
     return made
 
 
@@ -119,22 +124,22 @@ def test_what_is_admitted_in_a_step_counts_for_the_next_in_it():
     made = shared_budget()
     plan = AdmissionPlan(found(48, 40), 20, 24, 320, Need(8, 12, 30))
     made.admit(plan, ahead=4)
-    assert (made.locked, made.lacks, made.coming, made.ahead) == (8, 158, 300, 10)
+    assert (made.locked, *brings(made), made.coming, made.ahead) == (8, 102, 158, 300, 10)
     assert made.free == Memory(1000 - 20 - 40, 100 - 8) and made.available == 1000 - 20
     assert made.needs(plan).beside == 12 + 6
     small = AdmissionPlan(found(0, 0), 16, 20, 24)
     # What is left for the first is more than the second could need itself.
     assert made.needs(small).kv == 16 + (300 - 102) + 7
     made.admit(small, ahead=4)
-    assert (made.locked, made.lacks, made.coming, made.ahead) == (8, 158, 300, 14)
+    assert (made.locked, *brings(made), made.coming, made.ahead) == (8, 102, 158, 300, 14)
     assert made.free == Memory(1000 - 20 - 40 - 16, 100 - 8) and made.available == 1000 - 36
     # More than decodes in the tree may be locked: a retraction then brings nothing of it, and not less than that.
     made.admit(AdmissionPlan(found(80, 0), 4, 8, 8), ahead=0)
-    assert made.locked == 88 and made.retractable == 50 and made.lacks == 160
+    assert made.locked == 88 and brings(made) == (50, 160)
 
 
 def test_who_is_on_its_way_counts_by_what_it_lacks():
-    assert lacked(together([Use(40, 0, 90), Use(80, 16, 96)])) == 50 and lacked(together([])) == 0
+    assert together([Use(40, 0, 90), Use(80, 16, 96)]).lacks() == 50 and together([]).lacks() == 0
 
 
 USES = st.builds(
@@ -164,7 +169,7 @@ def test_who_decodes_is_looked_at_where_it_makes_a_difference(running, in_tree, 
         seen.admit(plan, 4)
         unseen.admit(plan, 4)
     assert not looks if ahead > 140 else len(looks) <= 1
-    assert (seen.retractable, seen.lacks) == (unseen.retractable, unseen.lacks)
+    assert brings(seen) == brings(unseen)
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -218,11 +223,11 @@ def test_a_request_that_has_ended_has_nothing_to_retract():
     for _ in range(400):
         world.decode()
     before = world.queue._budget()
-    assert before.retractable + before.free.kv == 1024
+    assert brings(before)[0] + before.free.kv == 1024
     release_kv_cache(req, world.tree)
     req.finished_reason = FINISH_LENGTH(400)
     after = world.queue._budget()
-    assert (after.retractable, after.free.kv, after.ahead) == (0, 1024, 0)
+    assert (brings(after)[0], after.free.kv, after.ahead) == (0, 1024, 0)
 
 
 def test_who_is_on_its_way_can_finish():
@@ -282,25 +287,11 @@ def _brute_force(world: World) -> int:
 
 def _step(world: World) -> list[Budget]:
     """One step, and the budgets that it made, the last one with all that the step has admitted."""
-    queue, budgets, applied = world.queue, [], []
-    admission = queue.admission
-    make, admit_one = queue._budget, admission.admit_one
-    plans: list[AdmissionPlan] = []
-
-    def made() -> Budget:
-        budgets.append(make())
-        applied.append(budgets[-1].ahead)
-        return budgets[-1]
-
-    queue._budget = made  # type: ignore[method-assign]
-    admission.admit_one = lambda dr, plan, *more: plans.append(plan) or admit_one(dr, plan, *more)
+    queue, budgets = world.queue, []
+    make = queue._budget
+    queue._budget = lambda: budgets.append(make()) or budgets[-1]  # type: ignore[method-assign, func-returns-value]
     world.step()
-    queue._budget, admission.admit_one = make, admit_one  # type: ignore[method-assign]
-    if plans:
-        # What it admits last, it need not take in.
-        reserved = queue.num_reserved_decode_tokens
-        for plan in plans[(budgets[-1].ahead - applied[-1]) // reserved :]:
-            budgets[-1].admit(plan, reserved)
+    queue._budget = make  # type: ignore[method-assign]
     return budgets
 
 
@@ -319,7 +310,7 @@ def test_the_figures_are_those_of_the_worker(steps):
         elif what == 5:
             world.decode()
         before = world.queue._budget()
-        assert before.retractable == _brute_force(world) and before.running.at_most <= before.lacks_at_most
+        assert brings(before)[0] == _brute_force(world) and before.running.lacks() <= before.lacks_at_most
         running = set(map(id, world.running))
         budgets = _step(world)
         world.check()
@@ -327,5 +318,6 @@ def test_the_figures_are_those_of_the_worker(steps):
             # The last one of the step was kept up through its admissions.
             after, now = budgets[-1], world.queue._budget()
             assert after.free == now.free and after.available <= world.allocator.available_size()
-            assert after.retractable <= now.retractable
-            assert after.ahead == now.ahead and after.coming >= now.coming and after.lacks >= now.lacks
+            assert after.ahead == now.ahead and after.coming >= now.coming
+            (brought, lacks), (brought_now, lacks_now) = brings(after), brings(now)
+            assert brought <= brought_now and lacks >= lacks_now

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from decode_world import DecodeWorker
-from sglang.srt.mem_cache import kv_cache_builder
+from sglang.srt.mem_cache.decode_radix_cache import build_tree
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.state_kind import StateKind
 from sglang.srt.server_args import prepare_server_args
@@ -103,7 +103,7 @@ def test_a_tree_that_keeps_nothing_is_refused():
     engines = DecodeWorker(64, 1, max_reqs=4, max_len=64, reserved=1, tree_type=RadixCache).tree
     engines.disable = True
     with pytest.raises(ValueError, match=f"{FLAG} needs the radix cache, .* Transformers backend"):
-        kv_cache_builder.build(StateKind, engines, None)
+        build_tree(StateKind, engines, None)
 
 
 @pytest.mark.parametrize("name", [FLAG, "--disaggregation-enable-decode-radix-cache"])

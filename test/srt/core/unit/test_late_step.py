@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation.decode_radix.overlap_guard import InFlightBatch, find_in_flight_batch
+from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard, find_in_flight_batch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, ScheduleBatch
 
 # Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.
@@ -46,12 +46,12 @@ def batch(speculates: bool = False) -> ScheduleBatch:
     ],
 )
 def test_pages(page_size, ended, pages):
-    found = InFlightBatch(batch(), ended, page_size).pages
+    found = OverlapGuard(batch(), ended, page_size).pages
     assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 
 def test_rows_are_those_of_the_requests_that_have_ended():
-    assert InFlightBatch(batch(), [0, 2], 4).rows == {2, 3}
+    assert OverlapGuard(batch(), [0, 2], 4).rows_read == {2, 3}
 
 
 def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():

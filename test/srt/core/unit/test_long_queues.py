@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 from decode_world import World, queue
-from overlapped_loop import Loop
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.observability.metrics_collector import QueueCount
-from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import tokens
 
 
@@ -51,32 +46,3 @@ def test_each_handshake_has_its_turn(length: int, retracted: bool):
     for _ in range(rounds * (ABORT_INTERVAL if retracted else 1)):
         world.queue.pop_preallocated()
     assert len(looked) == length
-
-
-@pytest.mark.parametrize("lower_first", [False, True])
-@pytest.mark.parametrize("host", [FAKE_BOOTSTRAP_HOST, "10.0.0.1"])
-def test_a_request_without_a_priority_has_the_least(host: str, lower_first: bool):
-    """As a warm-up has none, and every request of a client that does not know of them."""
-    loop = Loop(size=64)
-    scheduler = loop.scheduler
-    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, lower_first
-    scheduler.longest_queue_step = 0.0
-    req = Req(
-        "without",
-        "",
-        tokens(1, 8),
-        SamplingParams(max_new_tokens=3),
-        bootstrap_host=host,
-        bootstrap_port=1,
-        bootstrap_room=5,
-        disagg_mode=DisaggregationMode.DECODE,
-    )
-    made = loop.arrive(tokens(2, 8), priority=3)
-    scheduler._add_request_to_queue(req)
-    entries = [loop.queue.schedule.entry_of(decode_req) for decode_req in loop.queue.queue]
-    assert {decode_req.req for decode_req in loop.queue.queue} == {made.req, req}
-    least = max(entries, key=lambda entry: entry.priority)
-    assert least is next(dr for dr in loop.queue.queue if dr.req is req).entry
-    # As the engine counts a queue, by priority, in each report of a decode step.
-    counted = QueueCount.from_reqs(loop.queue.queue, enable_priority_scheduling=True)
-    assert counted.total == 2 and counted.by_priority == {3: 1, req.priority: 1}

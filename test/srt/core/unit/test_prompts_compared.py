@@ -64,7 +64,7 @@ class Pair:
         for receiver in request.receivers:
             num_pages = pages(delta, receiver.kv_mgr.kv_args.page_size)
             asked = DecodeRequest(of_decode, receiver, metadata_buffer_index=1)
-            asked.name_target(np.arange(34, 34 + num_pages, dtype=np.int32), None)
+            asked.page_indices = np.arange(34, 34 + num_pages, dtype=np.int32)
             PrefillDeltas._ask(object.__new__(PrefillDeltas), asked)
         return request
 

@@ -7,33 +7,11 @@ import time
 from concurrent.futures import Future, wait
 
 import pytest
-from engine_classes import engine_class
 from sglang.srt.disaggregation.common import handshakes
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import SchedulePolicy
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_pd_radix.tools.make_model import make_model
-
-
-@pytest.mark.parametrize("low_first", [False, True])
-def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_first):
-    """The engine gives them the least where there is no pair, and sorts by it whatever waits."""
-    scheduler, added = object.__new__(Scheduler), []
-    scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
-    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
-    add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
-    for rid, priority in (("none", None), ("low", -5), ("high", 5)):
-        req = Req(rid, "", [1], SamplingParams(), priority=priority)
-        req.time_stats.wait_queue_entry_time = 0.0
-        scheduler._add_request_to_queue(req)
-    SchedulePolicy._sort_by_priority_and_fcfs(added, 1 if low_first else -1)
-    assert [req.rid for req in added] == (["low", "high", "none"] if low_first else ["high", "low", "none"])
 
 
 def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):

@@ -15,18 +15,18 @@ from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget,
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
-from sglang.srt.disaggregation.decode_radix.schedule import sources_of
+from sglang.srt.disaggregation.decode_radix.schedule import lets_source
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
-    from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Limit
+    from sglang.srt.disaggregation.decode_radix.hooks import Limit
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["Added", "Admission", "Blocked", "DecodeAdder", "Held", "all_ready", "waiting"]
+__all__ = ["Added", "Admission", "DecodeAdder", "Refused", "all_ready", "waiting"]
 
 # Access to a member of an enumeration takes longer than its use.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
@@ -58,7 +58,7 @@ class DecodeAdder:
         reserved: int,
         evictable: int | None = None,
         limits: Sequence[Callable[[LiveReqs], Limit]] = (),
-        live: Callable[[], LiveReqs] | None = None,
+        live: Callable[[], LiveReqs] = LiveReqs,
     ):
         """room: number of requests for which there are a req_to_token slot and a metadata buffer.
 
@@ -70,15 +70,9 @@ class DecodeAdder:
         self._limits: list[Limit] | None = None
         # After `Added.HELD`: see `Limit.held_live`.
         self.held_live: int | None = None
-        self._capacity, self._reserved, self._make_budget, self._evictable = (
-            room,
-            reserved,
-            budget,
-            evictable,
-        )
+        self._capacity, self._reserved, self._evictable = room, reserved, evictable
+        self._make_budget = budget
         self._budget: Budget | None = None
-        # The last admission, not yet in the budget.
-        self._uncounted: AdmissionPlan | None = None
         self._entries: list[QueueEntry] = []
 
     @property
@@ -90,17 +84,19 @@ class DecodeAdder:
         """Add ``req`` if ``plan`` fits. The caller admits it before it adds the next."""
         if len(self._entries) >= self._capacity:
             return Added.NO_ROOM
-        budget = self._budget_now()
+        if self._budget is None:
+            self._budget = self._make_budget()
+        budget = self._budget
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
         if self._make_limits and not self._within_limits(entry, req, plan):
             return Added.HELD
         if not self._in_turn(entry):
             return Added.NOT_ITS_TURN
-        self._uncounted = plan
         self._entries.append(entry)
         # ``available`` is negative after evictions by earlier admissions.
         evicts = max(0, plan.delta - budget.available)
+        budget.admit(plan, self._reserved)
         within = self._evictable is None or evicts <= self._evictable
         return Added.YES if within else Added.LAST
 
@@ -110,7 +106,6 @@ class DecodeAdder:
 
     def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
         if self._limits is None:
-            assert self._live is not None
             live = self._live()
             self._limits = [make(live) for make in self._make_limits]
         for limit in self._limits:
@@ -119,51 +114,29 @@ class DecodeAdder:
                 return False
         return True
 
-    def _budget_now(self) -> Budget:
-        budget = self._budget
-        if budget is None:
-            budget = self._budget = self._make_budget()
-        elif self._uncounted is not None:
-            budget.admit(self._uncounted, self._reserved)
-            self._uncounted = None
-        return budget
 
-
-class Blocked(NamedTuple):
-    """A request that did not fit: its plan, what was kept for others, and the state then."""
+class Refused(NamedTuple):
+    """The request that ended a step, and why. may_fit: whether it may be admitted now."""
 
     rid: str
-    plan: AdmissionPlan
-    kept: Memory
-    version: tuple[int, ...]
-    free: Memory | None = None
-
-
-class Held(NamedTuple):
-    """A request that a limit throttles. live: see `Limit.held_live`."""
-
-    rid: str
-    live: int | None
+    why: Added
+    may_fit: Callable[[], bool]
 
 
 class Admission:
     """Admits requests of one rank."""
 
-    def __init__(
-        self, queue: DecodePreallocQueue, deltas: PrefillDeltas, sources: Sequence[DeltaSource] = ()
-    ):
-        """queue: whose requests it admits. deltas, sources: bring what the tree lacks."""
-        self._queue, self.deltas, self._sources = queue, deltas, sources
+    look_every = ABORT_INTERVAL
+
+    def __init__(self, queue: DecodePreallocQueue, deltas: PrefillDeltas):
+        """queue: whose requests it admits. deltas: brings what the tree lacks."""
+        self._queue, self.deltas, self._source = queue, deltas, queue.source
         self._several_ranks = queue.ranks.size > 1
         self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
         self.memory, self._schedule = queue.memory, queue.schedule
         self._events = events_of(queue.scheduler.server_args)
-        self._look_every = self._policy.lines.look_every or ABORT_INTERVAL
-        # Last step: the state if no slot or buffer was free; the request blocked; the one
-        # throttled.
-        self.full: tuple[int, ...] | None = None
-        self.blocked: Blocked | None = None
-        self.held: Held | None = None
+        # In the last step.
+        self.refused: Refused | None = None
 
     def has_nothing_new(
         self, step: int, queue: Sequence[DecodeRequest], retracted: Sequence[Req]
@@ -176,49 +149,27 @@ class Admission:
         """
         if retracted:
             return step % ABORT_INTERVAL != 0
-        blocked, held = self.blocked, self.held
-        if step % self._look_every == 0 or not queue:
+        if self.refused is None or step % self.look_every == 0 or not queue:
             return False
-        rows = min(self.memory.rows.available_size(), self.deltas.room())
-        full = rows <= 0 and self.full == self._schedule.version()
-        if (not full and blocked is None and held is None) or not all_ready(queue):
-            return False
-        if full:
-            return True
-        if held is not None:
-            # It stays so until a request ends, whatever enters the tree.
-            if held.live is None:
-                return False
-            now = self._queue.live()
-            return len(now.running) + len(now.coming) >= held.live
-        assert blocked is not None
-        if blocked.version != self._schedule.version():
-            return False
-        if not self._has_freed(blocked):
-            return True
-        return not self._queue._budget().covers(blocked.plan, blocked.kept)
+        return all_ready(queue) and not self.refused.may_fit()
 
-    def _has_freed(self, blocked: Blocked) -> bool:
-        """Whether there is more memory than when ``blocked`` was refused in the same state.
-
-        If not, it cannot fit: what running requests lack shrinks at most as much as free memory.
-        Always True with a second pool.
-        """
-        free = blocked.free
-        return free is None or self._tree.state.has_pool or self._accounts.free(()).kv > free.kv
+    @property
+    def blocked(self) -> str | None:
+        """The request for which the last step had too little memory."""
+        refused = self.refused
+        return refused.rid if refused is not None and refused.why is Added.NO_MEMORY else None
 
     def admit(self, agreed: Agreed, guard: OverlapGuard, rows: int) -> list[DecodeRequest]:
         """Admit candidates in order until one does not fit. rows: free req_to_token slots."""
         adder = self._adder(agreed.window, min(rows, self.deltas.room()))
-        was_blocked = self.blocked
-        self.full = self.blocked = self.held = None
+        was_blocked, self.refused = self.blocked, None
         admitted: list[DecodeRequest] = []
         for decode_req, may_match in agreed.candidates:
             if decode_req.is_aborted or decode_req.error is not None:
                 continue
             req, entry = decode_req.req, decode_req.entry
-            if self._sources and not self._several_ranks:
-                entry.sources = sources_of(decode_req, self._sources)
+            if not self._several_ranks:
+                entry.lets_source = lets_source(decode_req, self._source)
             try:
                 plan = self._plan(decode_req, entry, may_match)
             except Exception as e:
@@ -227,8 +178,9 @@ class Admission:
                 continue
             added = adder.add_one(entry, req, plan)
             if added is not Added.YES and added is not Added.LAST:
-                self._note_refused(added, req, plan, adder, guard)
-                if added is Added.NO_MEMORY and (was_blocked is None or was_blocked.rid != req.rid):
+                may_fit = self._may_fit(added, plan, adder, guard)
+                self.refused = Refused(req.rid, added, may_fit)
+                if self.blocked not in (None, was_blocked):
                     self._events.blocked()
                 break
             self.admit_one(decode_req, plan)
@@ -236,8 +188,10 @@ class Admission:
             if added is Added.LAST:
                 break
         self.deltas.ask_admitted(guard)
+        refused = self.refused
+        rid = refused.rid if refused is not None and refused.why is Added.HELD else None
         for held in self._policy.hooks.held:
-            held(None if self.held is None else self.held.rid, lambda: len(waiting(agreed.window)))
+            held(rid, lambda: len(waiting(agreed.window)))
         return admitted
 
     def _adder(self, window: Sequence[DecodeRequest], room: int) -> DecodeAdder:
@@ -250,18 +204,32 @@ class Admission:
         reserved, limits = self._accounts.reserved, self._policy.hooks.limit
         return self._queue._budget, reserved, evictable, limits, self._queue.live
 
-    def _note_refused(
-        self, added: Added, req: Req, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
-    ) -> None:
-        """Note why the step ends with ``req``, and in which state."""
-        if added is Added.NO_ROOM:
-            # A slot that the in-flight batch reads is free in the next step.
-            self.full = None if guard.rows else self._schedule.version()
-        elif added is Added.NO_MEMORY:
-            state = self._schedule.version(), self._accounts.free(())
-            self.blocked = Blocked(req.rid, plan, adder.promised, *state)
-        elif added is Added.HELD:
-            self.held = Held(req.rid, adder.held_live)
+    def _may_fit(
+        self, added: Added, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
+    ) -> Callable[[], bool]:
+        """Returns a test: whether what was refused in the present state may be admitted."""
+        version, state = self._schedule.version, self._schedule.version()
+        # A slot that the in-flight batch reads is free in the next step.
+        if added is Added.NO_ROOM and not guard.rows:
+            return lambda: self._room() > 0 or version() != state
+        if added is Added.NO_MEMORY:
+            free, kept = self._accounts.free(()), adder.promised
+            return lambda: (
+                version() != state
+                or (self._accounts.has_freed(free) and self._queue._budget().covers(plan, kept))
+            )
+        if added is Added.HELD and adder.held_live is not None:
+            # It stays so until a request ends, whatever enters the tree.
+            live = adder.held_live
+            return lambda: self._num_live() < live
+        return lambda: True
+
+    def _num_live(self) -> int:
+        live = self._queue.live()
+        return len(live.running) + len(live.coming)
+
+    def _room(self) -> int:
+        return min(self.memory.rows.available_size(), self.deltas.room())
 
     def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool) -> AdmissionPlan:
         """What an admission takes. may_match: its prefill and the other ranks allow a prefix."""
@@ -272,10 +240,9 @@ class Admission:
             self._tree.tier.found(entry.host_watch, found.length) if may_match else NOTHING
         )
         held = entry.stored if entry.stored.length else found
-        takes = (
-            [s for s in entry.sources if s.takes(req, held, self._queue.live)] if may_match else []
-        )
-        entry.source = takes[0] if takes else None
+        source = self._source if may_match and entry.lets_source else None
+        takes = source is not None and source.takes(req, held, self._queue.live)
+        entry.source = source if takes else None
         if takes and held.length == len(req.origin_input_ids):
             # A prompt step computes at least one token, and not into a shared page.
             prompt = self._tree.shareable(req.origin_input_ids)[:-1]

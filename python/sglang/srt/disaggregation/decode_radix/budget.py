@@ -76,14 +76,23 @@ class AdmissionPlan(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """Tokens of admitted requests. held: by each, in total. shared: the sum of those in the tree.
+    """Tokens of admitted requests.
 
-    at_length: of each, at its full length; see `Lengths.of`.
+    held: by each. private: of all, outside the tree. at_length: of each, at its full length; see
+    `Lengths.of`.
     """
 
     held: list[int]
-    shared: int
+    private: int
     at_length: list[int]
+
+    def lacks(self, retractable: int = 0) -> int:
+        """What the neediest lacks to its end, if retracting all frees ``retractable``."""
+        pairs = zip(self.held, self.at_length, strict=True)
+        # A request is not given what it holds.
+        return max(
+            [end - (held if held > retractable else retractable) for held, end in pairs], default=0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,40 +133,8 @@ def uses_of(reqs: Sequence[Req], lengths: Lengths) -> Uses:
     """The `Uses` of ``reqs``: often all running requests, so without a call for each."""
     page_size = lengths.page_size
     held = [-(-req.kv_allocated_len // page_size) * page_size for req in reqs]
-    at_length = [req.kv_at_length or lengths.of(req) for req in reqs]
-    return Uses(held, sum([req.cache_protected_len for req in reqs]), at_length)
-
-
-def lacked(uses: Uses) -> int:
-    """What the neediest request lacks to its end; 0 without requests."""
-    return max([end - held for held, end in zip(uses.held, uses.at_length, strict=True)], default=0)
-
-
-class Running(NamedTuple):
-    """What the running requests hold and lack.
-
-    private: held outside the tree. lacks: what the neediest lacks to its end when all others have
-    been retracted; at_most: when none has been.
-    """
-
-    private: int = 0
-    lacks: int = 0
-    at_most: int = 0
-
-    @classmethod
-    def of(cls, uses: Uses, in_tree: int) -> Running:
-        """in_tree: what retracting all of them frees beside what is private."""
-        if not uses.held:
-            return cls()
-        private = sum(uses.held) - uses.shared
-        retractable = private + max(0, in_tree)
-        pairs = list(zip(uses.held, uses.at_length, strict=True))
-        return cls(
-            private,
-            # A request is not given what it holds.
-            max([most - (held if held > retractable else retractable) for held, most in pairs]),
-            lacked(uses),
-        )
+    private = sum(held) - sum([req.cache_protected_len for req in reqs])
+    return Uses(held, private, [req.kv_at_length or lengths.of(req) for req in reqs])
 
 
 @dataclasses.dataclass
@@ -186,27 +163,13 @@ class Budget:
     beside: Kept = NOTHING_KEPT
 
     @cached_property
-    def running(self) -> Running:
+    def running(self) -> Uses:
         """The running requests when the step began; admissions do not change them."""
-        return Running.of(self.uses(), self.in_tree)
+        return self.uses()
 
-    @property
-    def retractable(self) -> int:
-        """What retracting all running requests makes free or evictable; a lower bound."""
-        return self._retractable(self.locked)
-
-    def _retractable(self, locked: int) -> int:
+    def retractable(self, locked: int) -> int:
+        """What retracting all running requests frees; a lower bound. locked: see above."""
         return self.running.private + max(0, self.in_tree - locked)
-
-    @property
-    def lacks(self) -> int:
-        """What the neediest running request lacks when the others have been retracted."""
-        return self._lacks(self.locked)
-
-    def _lacks(self, locked: int) -> int:
-        """The same with ``locked`` tokens of the tree locked, which a retraction does not free."""
-        lost = self._retractable(0) - self._retractable(locked)
-        return min(self.running.at_most, self.running.lacks + lost)
 
     def _locked_with(self, plan: AdmissionPlan) -> int:
         """``locked`` after an admission has locked its prefix."""
@@ -219,8 +182,8 @@ class Budget:
         coming = max(self.coming, plan.at_length - plan.delta)
         # With many requests, their next steps take more than any one lacks.
         if beside < max(self.lacks_at_most, coming):
-            locked = self._locked_with(plan)
-            beside = max(beside, self._lacks(locked), coming - self._retractable(locked))
+            retractable = self.retractable(self._locked_with(plan))
+            beside = max(beside, self.running.lacks(retractable), coming - retractable)
         kv = plan.delta + plan.found.evictable + beside + self.retracted
         return Memory(kv, self.beside.with_need(plan.beside))
 
@@ -308,6 +271,14 @@ class Accounts:
             tree.pool.available_size() + tree.evictable_size(), tree.state.available(running)
         )
 
+    def has_freed(self, free: Memory) -> bool:
+        """Whether there may be more memory than ``free``; if not, what did not fit does not fit.
+
+        What running requests lack shrinks at most as much as free memory. Always True with a second
+        pool.
+        """
+        return self._tree.state.has_pool or self.free(()).kv > free.kv
+
     def ahead(self, live: LiveReqs) -> int:
         return self.reserved * (len(live.running) + len(live.coming))
 
@@ -325,7 +296,7 @@ class Accounts:
             lambda: uses_of(running, lengths),
             # Running requests hold at least the pages of their prompts.
             lengths.lacked_at_most,
-            coming=lacked(uses_of(coming, lengths)),
+            coming=uses_of(coming, lengths).lacks(),
             ahead=self.ahead(live),
         )
         if live.retracted:

@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import Events
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["abort_commit", "note_transfer", "report_end", "take_along"]
+__all__ = ["abort", "note_transfer", "report_end"]
 
 logger = logging.getLogger(__name__)
 
 
-def abort_commit(req: Req, error: Exception) -> None:
-    """Abort a request whose metadata cannot be committed."""
-    message = f"Decode commit failed for request {req.rid}: {type(error).__name__}: {error}"
+def abort(
+    req: Req,
+    message: str,
+    status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR,
+    error: Exception | None = None,
+) -> None:
+    """Abort ``req`` and log why."""
     logger.error(message, exc_info=error)
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    prepare_abort(req, message, status_code=status)
 
 
 def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
@@ -37,24 +41,6 @@ def report_end(req: Req, scheduler: Any, failed: bool = False) -> None:
     events_of(scheduler.server_args).ended(req.finished_reason)
     if failed and scheduler.enable_metrics:
         scheduler.metrics_collector.increment_transfer_failed_reqs()
-
-
-def take_along(req: Req) -> None:
-    """Drop logprobs that prefill was not asked for: NaN, or another request's token."""
-    if req.return_logprob:
-        value, index, token = (
-            req.output_token_logprobs_val,
-            req.output_token_logprobs_idx,
-            req.output_ids[-1],
-        )
-        ours = index[-1] == token and value[-1] == value[-1]
-        value[-1], index[-1] = (value[-1] if ours else None), token
-        tops, top_ids = req.output_top_logprobs_val, req.output_top_logprobs_idx
-        known = [
-            pair for pair in zip(tops[-1], top_ids[-1], strict=True) if ours and pair[0] == pair[0]
-        ]
-        if tops[-1]:
-            tops[-1], top_ids[-1] = map(list, zip(*(known or [(None, token)]), strict=True))
 
 
 def note_transfer(req: Req, events: Events) -> None:

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.disaggregation.common.wire import PROMPT
-from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.schedule import takes_prefix
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["PrefillDeltas"]
 
@@ -31,17 +29,9 @@ DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
 class PrefillDeltas:
     """Asks prefill for the deltas of one decode rank."""
 
-    def __init__(
-        self,
-        tree: DecodeRadixCache,
-        rows: Any,
-        buffers: Any,
-        buffer_indices: Any,
-        hooks: Hooks[DecodeHooks] = NO_HOOKS,
-    ):
-        """rows: the req_to_token pool. buffer_indices: the allocator of metadata ``buffers``."""
-        self._tree, self._rows, self._hooks = tree, rows, hooks
-        self._buffers, self._buffer_indices = buffers, buffer_indices
+    def __init__(self, queue: DecodePreallocQueue):
+        self._queue, self._tree, self._rows = queue, queue.radix, queue.req_to_token_pool
+        self._buffer_indices = queue.req_to_metadata_buffer_idx_allocator
         # Requests admitted in this step.
         self._admitted: list[DecodeRequest] = []
 
@@ -53,8 +43,7 @@ class PrefillDeltas:
         """Have `ask_admitted` ask for the delta of a request that has its memory."""
         req = decode_req.req
         req.transfer_prefix_len = req.held_len
-        index = self._buffer_indices.alloc()
-        decode_req.take_buffer(index)
+        decode_req.metadata_buffer_index = index = self._buffer_indices.alloc()
         if not is_warmup(req):
             self._expect_metadata(decode_req.kv_receiver, index)
         self._admitted.append(decode_req)
@@ -77,58 +66,45 @@ class PrefillDeltas:
             return
         try:
             host = torch.cat(parts).cpu().numpy()
-            found = iter(np.split(host, np.cumsum([len(part) for part in parts])[:-1]))
+            found = np.split(host, np.cumsum([len(part) for part in parts])[:-1])
         except Exception as e:
             for decode_req in admitted:
                 decode_req.mark_failed(e)
             return
-        for decode_req, delta, states, *more in zip(
-            admitted, *[found] * (2 + len(self._hooks.targets)), strict=True
-        ):
+        each = len(parts) // len(admitted)
+        for i, decode_req in enumerate(admitted):
             try:
-                self._ask_or_defer(decode_req, delta, states, more, guard)
+                waits = self._name(decode_req, guard, *found[i * each : (i + 1) * each])
+                if waits:
+                    decode_req.advance(DEFERRED)
+                else:
+                    self._ask(decode_req)
             except Exception as e:
                 decode_req.mark_failed(e)
 
     def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
-        """On the device: first slots of the delta's pages, targets of state and of extras."""
+        """On the device: first slots of the delta's pages, and targets of state."""
         req, tree = decode_req.req, self._tree
         table = self._rows.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
         states = tree.state.targets(req, table)
-        return [
-            table[req.held_len :: tree.page_size],
-            states,
-            *(of(decode_req) for of in self._hooks.targets),
-        ]
+        return [table[req.held_len :: tree.page_size], states]
 
-    def _ask_or_defer(
-        self,
-        decode_req: DecodeRequest,
-        delta: np.ndarray,
-        states: np.ndarray,
-        more: list[np.ndarray],
-        guard: OverlapGuard,
-    ) -> None:
-        """delta, states, more: the `_targets`, on the host."""
-        pages, indices = (
-            (delta // self._tree.page_size).astype(np.int32),
-            self._tree.state.indices(states),
-        )
-        decode_req.name_target(pages, indices)
-        waits = [
-            named(decode_req, slots, guard)
-            for named, slots in zip(self._hooks.named, more, strict=True)
-        ]
-        if guard.covers(pages, indices) or any(waits):
-            decode_req.advance(DEFERRED)
-        else:
-            self._ask(decode_req)
+    def _name(
+        self, decode_req: DecodeRequest, guard: OverlapGuard, delta: np.ndarray, states: np.ndarray
+    ) -> bool:
+        """Set what prefill is to write to. Returns whether to ask one step later.
+
+        delta, states: the `_targets`, on the host.
+        """
+        decode_req.page_indices = (delta // self._tree.page_size).astype(np.int32)
+        decode_req.state_indices = self._tree.state.indices(states)
+        return guard.covers(decode_req.page_indices, decode_req.state_indices)
 
     def _expect_metadata(self, receiver: Any, index: int) -> None:
         """Have ``receiver`` check the room in buffer ``index``, and wait for writers on failure."""
         # The last request's room would read as corruption; 0 reads as not arrived. On a device, the
         # copy of the page numbers waits for this write, and prefill is asked after that copy.
-        room = self._buffers.bootstrap_room[index]
+        room = self._queue.metadata_buffers.bootstrap_room[index]
         room.zero_()
         receiver.metadata_room = lambda: int(room[0])
         receiver.fenced = True

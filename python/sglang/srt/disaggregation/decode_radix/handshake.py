@@ -6,7 +6,6 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); in
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,8 @@ from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.decode_radix.commit import abort
 from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.utils import prepare_abort
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tier import Tier
 
 __all__ = ["LiveRooms", "fail_unreached", "poll_handshake", "take_polls"]
-
-logger = logging.getLogger(__name__)
 
 # An enum lookup takes longer than its use, for each of hundreds of requests.
 READY, WAITING, FAILED, BOOTSTRAPPING = (
@@ -54,8 +51,7 @@ class LiveRooms(WeakValueDictionary[int, Any]):
             f"bootstrap_room {req.bootstrap_room} of request {req.rid} belongs to a request that "
             "is still being served. With PD disaggregation each request needs a room of its own."
         )
-        logger.error(message)
-        prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+        abort(req, message, HTTPStatus.BAD_REQUEST)
         known.is_doubled = True
         return True
 
@@ -101,16 +97,9 @@ def take_polls(window: Sequence[DecodeRequest], polls: Sequence[int]) -> int:
 
 def _fail(decode_req: DecodeRequest) -> bool:
     """Abort a request before its admission; False if it was aborted already."""
-    req = decode_req.req
     if decode_req.is_aborted:
         return False
-    reason = decode_req.failure_reason()
-    message = (
-        f"Decode handshake failed for request {req.rid} "
-        f"(bootstrap_room={req.bootstrap_room}){reason}"
-    )
-    logger.error(message)
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    decode_req.abort("handshake")
     if isinstance(decode_req.kv_receiver, CommonKVReceiver):
         # Else prefill would wait forever for this request's message.
         decode_req.cancel()

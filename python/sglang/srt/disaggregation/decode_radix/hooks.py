@@ -12,20 +12,21 @@ collective and never blocks. A method without overrides costs the core one look 
 Upstream: none is known.
 """
 
+# No hook without an override is called.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, LiveReqs
-    from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
@@ -39,7 +40,6 @@ __all__ = [
     "Events",
     "Hooks",
     "Limit",
-    "Lines",
     "Measured",
     "MessagePart",
     "add_part",
@@ -103,11 +103,9 @@ class Measured(Protocol):
 
     def own(self) -> list[int]:
         """This rank's figures: `width` integers of 0 or more."""
-        ...
 
     def take(self, figures: list[int]) -> None:
         """Receive the first rank's figures. The order of this step may have been made already."""
-        ...
 
 
 class Limit(Protocol):
@@ -115,52 +113,9 @@ class Limit(Protocol):
 
     def add(self, plan: AdmissionPlan, req: Req, at_once: bool) -> bool:
         """Whether ``req`` may be admitted; if not, the step ends. at_once: without a transfer."""
-        ...
 
     def held_live(self) -> int | None:
         """After a refusal: retry below this number of live requests; None: in the next step."""
-        ...
-
-
-class Lines:
-    """Divides waiting requests into two lines; here all are in the first.
-
-    Within one priority the first line passes the second, which is not counted as a bypass. Each
-    line is in admission order, and `mix` merges both. Same on all ranks.
-    """
-
-    #: Steps between two looks at a blocked queue, if fewer than the core's.
-    look_every: int | None = None
-
-    def begin_step(self, first: QueueEntry | None) -> None:
-        """A step looks at the queue. first: the waiting request that arrived first."""
-
-    def measured_alone(self) -> None:
-        """With a single rank: its figures of this step apply to the order of this step."""
-
-    def is_second(self, entry: QueueEntry) -> bool:
-        """Whether the request is in the second line."""
-        return False
-
-    def split(
-        self, entries: Sequence[QueueEntry]
-    ) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
-        """The entries of the first line, and those of the second."""
-        return entries, ()
-
-    def looked_at(
-        self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
-    ) -> list[DecodeRequest]:
-        """Sort ``ready``, which is in order of arrival, for a queue too long for one step."""
-        return ready
-
-    def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """Merge both lines. order: indices of ``entries`` by priority, in admission order."""
-        return order
-
-    def version(self) -> Hashable:
-        """Changes when `mix` may order the same requests differently."""
-        return None
 
 
 class Events:
@@ -225,7 +180,6 @@ class DecodeHooks:
 
     def measured(self) -> Measured:
         """Figures for each step's reduction; one width on all ranks. Called once, at start-up."""
-        raise NotImplementedError
 
     def note_step(self, batch: Any, result: Any) -> None:
         """The result of a batch has been processed on this rank."""
@@ -235,17 +189,11 @@ class DecodeHooks:
 
     def has_work(self) -> bool:
         """Whether the worker is busy with work that is in none of the core's queues."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """More entries for ``kv_pool`` of the worker's internal state."""
-        raise NotImplementedError
 
     # ---- waiting requests ----
-
-    def lines(self) -> Lines:
-        """The lines of the queue. Called once, at start-up; the last one registered is used."""
-        raise NotImplementedError
 
     def entered(self, entry: QueueEntry) -> None:
         """The request joins the queue. This, `admitted` and `left`: same steps on all ranks."""
@@ -261,11 +209,9 @@ class DecodeHooks:
 
     def keeps(self, entry: QueueEntry) -> bool:
         """Whether the tree will keep its delta; if not, none waits for it. Same on all ranks."""
-        raise NotImplementedError
 
     def limit(self, live: LiveReqs) -> Limit:
         """Called once in a step that may admit or resume. live: requests that decode or will."""
-        raise NotImplementedError
 
     def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
         """At the end of a step: the request that a `limit` refused, if any; the number waiting."""
@@ -273,15 +219,12 @@ class DecodeHooks:
     # ---- which requests decode ----
 
     def joins(self) -> Callable[[Req], bool]:
-        """Called once in a step that may resume retracted requests. Returns a test, called in
-        order: whether the request decodes in this step, given those that wait and those that
-        passed.
+        """Called once in a step that may resume. Returns a test, called in order: whether the
+        request decodes in this step, given those that wait and those that passed.
         """
-        raise NotImplementedError
 
     def may_begin(self) -> Callable[[Req], bool]:
         """Called once before a prompt step. Returns a test like that of `joins`, for candidates."""
-        raise NotImplementedError
 
     def began(self, reqs: Iterable[Req]) -> None:
         """Requests that had not begun are in the next prompt step."""
@@ -290,47 +233,27 @@ class DecodeHooks:
 
     def source(self) -> DeltaSource:
         """A source of deltas besides prefill; the same object on each call."""
-        raise NotImplementedError
-
-    # ---- the request for KV ----
-
-    def targets(self, decode_req: DecodeRequest) -> torch.Tensor:
-        """Called when a request has its memory, before prefill is asked. Returns the first slots of
-        pages, on the device, that the message names besides those to be written. One copy per step
-        brings all to the host.
-        """
-        raise NotImplementedError
-
-    def named(self, decode_req: DecodeRequest, slots: np.ndarray, guard: OverlapGuard) -> bool:
-        """``slots`` are on the host. Returns whether to ask one step later, when the batch of
-        ``guard`` is over. Override both this and `targets`, or neither.
-        """
-        raise NotImplementedError
 
     # ---- requests in an extra's own queues ----
 
     def reqs(self) -> Sequence[Req]:
         """Requests that hold KV, do not decode, and are in no core queue. Same on all ranks."""
-        raise NotImplementedError
 
     def beside(self, queue: Sequence[DecodeRequest]) -> Sequence[Req]:
         """Unfinished requests of this rank that neither decode nor are in ``queue`` (transfers)."""
-        raise NotImplementedError
 
     def begun(self) -> tuple[Sequence[Req], Sequence[Req]]:
         """Requests that wait for a prompt step: those computed in part, and the others."""
-        raise NotImplementedError
 
     def in_step(self) -> Sequence[Req]:
         """Requests of a prompt batch in flight."""
-        raise NotImplementedError
 
 
 #: Used before any extra has registered.
 NO_HOOKS = Hooks(DecodeHooks)
 
 
-class DeltaSource:
+class DeltaSource(Protocol):
     """Brings the part of a prompt that the tree lacks, instead of prefill; see `PrefillDeltas`.
 
     One per rank. Ranks ask in the same steps and must get the same answers, except from `lets`,
@@ -339,33 +262,26 @@ class DeltaSource:
 
     def lets(self, decode_req: DecodeRequest) -> bool:
         """Whether its prefill lets this source bring the delta of a request. MIN over the ranks."""
-        raise NotImplementedError
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
         """Whether it takes ``req``. found: what tree or tier hold of it. live: requests with KV."""
-        raise NotImplementedError
 
     def request(self, decode_req: DecodeRequest) -> None:
         """Accept an admitted request: prefix locked, memory allocated. Errors fail the request."""
-        raise NotImplementedError
 
     def agree(self, decode_req: DecodeRequest) -> bool:
         """No rank has lost the request: it leaves the transfer queue. A single rank asks at
         admission, and if this returns False, when it polls the queue.
         """
-        raise NotImplementedError
 
     def forget(self, decode_req: DecodeRequest) -> None:
         """The request has failed before `agree`."""
-        raise NotImplementedError
 
     def taken(self) -> Sequence[DecodeRequest]:
         """Accepted requests of this rank that are not committed."""
-        raise NotImplementedError
 
     def writes(self) -> bool:
         """Whether a batch in flight may write to pages that are already in the tree."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ With overlapped scheduling, the result of a step is processed after the launch o
 request that ends on that result is also in the next batch. This batch writes one more KV slot of it
 (several with speculation) and reads its req_to_token slot, after both were released. The worker's
 own later uses follow in the same stream; a prefill's writes do not.
-`KeptRows` also keeps req_to_token slots through a flush.
 
 Upstream: none is known for what a prefill writes; sgl-project/sglang#26380 and #31687 (merged)
 order the scheduler's own writes; for quarantine #35049 and #35360 (merged, off by default).
@@ -12,79 +11,79 @@ order the scheduler's own writes; for quarantine #35049 and #35360 (merged, off 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-__all__ = ["OPEN", "InFlightBatch", "KeptRows", "OverlapGuard", "find_in_flight_batch"]
+__all__ = ["OPEN", "KeptRows", "OverlapGuard", "find_in_flight_batch"]
 
 
-class InFlightBatch:
-    """An in-flight batch. ended: indices of its requests that have ended."""
+class OverlapGuard:
+    """What one admission step must not hand out while a batch is in flight.
 
-    def __init__(self, batch: ScheduleBatch, ended: list[int], page_size: int):
-        self.batch, self.ended, self.page_size = batch, ended, page_size
+    A request may get pages that the batch still uses, but prefill is asked for its KV only when the
+    batch has been processed. req_to_token slots that it reads stay reserved. Batches do not use
+    metadata buffers.
+    """
+
+    def __init__(self, batch: ScheduleBatch | None, ended: Sequence[int], page_size: int):
+        """ended: indices of the batch's requests that have ended."""
+        self.batch: Any = batch
+        self.ended, self.page_size = ended, page_size
+        # Free req_to_token slots that the batch reads.
+        self.rows = 0
 
     @cached_property
     def pages(self) -> np.ndarray:
-        """Pages, int64, that the batch may still write for them."""
+        """Pages, int64, that the batch may still write for ended requests."""
         return np.unique(self.batch.slots_written(self.ended) // self.page_size)
-
-    @property
-    def rows(self) -> set[int]:
-        """``req_to_token`` slots that it may still read for them; known without the device."""
-        return {self.batch.reqs[i].freed_row for i in self.ended}
 
     @cached_property
     def states(self) -> set[int]:
         """State indices (`StateKind.indices`) that it may still write for them."""
         return self.batch.states_written(self.ended, self.page_size)
 
+    @property
+    def rows_read(self) -> set[int]:
+        """``req_to_token`` slots that it may still read for them; known without the device."""
+        return {self.batch.reqs[i].freed_row for i in self.ended}
 
-def find_in_flight_batch(scheduler: Any, page_size: int) -> InFlightBatch | None:
-    """The unprocessed batch (at most one) if a request in it has ended. Same on all ranks."""
+    def covers(self, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
+        """Whether the batch may still write to what prefill is about to be asked to write."""
+        if not self.ended:
+            return False
+        if state_indices is not None and not self.states.isdisjoint(state_indices):
+            return True
+        return bool(np.isin(page_indices, self.pages).any())
+
+
+# Without a batch in flight.
+OPEN = OverlapGuard(None, (), 1)
+
+
+def find_in_flight_batch(scheduler: Any, page_size: int) -> OverlapGuard | None:
+    """Of the unprocessed batch (at most one) if a request in it has ended. Same on all ranks."""
     steps = getattr(scheduler, "result_queue", None)
     if not steps:
         return None
     batch = steps[-1][0]
     # The attribute, not a call: each step with a long queue looks at all running requests.
     ended = [i for i, req in enumerate(batch.reqs) if req.finished_reason is not None]
-    return InFlightBatch(batch, ended, page_size) if ended else None
-
-
-class OverlapGuard(NamedTuple):
-    """What one admission step must not hand out while a batch is in flight.
-
-    A request may get pages that the batch still uses, but prefill is asked for its KV only when the
-    batch has been processed. req_to_token slots that it reads stay reserved. Batches do not use
-    metadata buffers. step: the batch, if some of its requests ended. rows: free slots that it
-    reads.
-    """
-
-    step: InFlightBatch | None = None
-    rows: int = 0
-
-    def covers(self, page_indices: np.ndarray, state_indices: list[int] | None) -> bool:
-        """Whether the batch may still write to what prefill is about to be asked to write."""
-        if self.step is None:
-            return False
-        if state_indices is not None and not self.step.states.isdisjoint(state_indices):
-            return True
-        return bool(np.isin(page_indices, self.step.pages).any())
-
-
-# Without a batch in flight.
-OPEN = OverlapGuard()
+    return OverlapGuard(batch, ended, page_size) if ended else None
 
 
 def make_guard(scheduler: Any, rows: Any, page_size: int) -> OverlapGuard:
     """The guard for an admission step. rows: the pool of req_to_token slots."""
-    step = find_in_flight_batch(scheduler, page_size)
-    return OPEN if step is None else OverlapGuard(step, rows.give_last(step.rows))
+    guard = find_in_flight_batch(scheduler, page_size)
+    if guard is None:
+        return OPEN
+    guard.rows = rows.give_last(guard.rows_read)
+    return guard
 
 
 # The engine's pool follows in the MRO.
@@ -92,16 +91,12 @@ Base: Any = object
 
 
 class KeptRows(Base):
-    """req_to_token slots, of which some are withheld for a step or through a flush."""
+    """req_to_token slots, of which some are withheld for a step."""
 
     def free(self, req: Req) -> None:
         """Notes the freed slot on the request: an in-flight batch may still read it."""
         req.freed_row = req.req_pool_idx
         super().free(req)
-
-    def reserve(self, req: Req) -> None:
-        """Take the slot of ``req`` out of a cleared pool."""
-        self.free_slots.remove(req.req_pool_idx)
 
     def give_last(self, rows: set[int]) -> int:
         """Hand out the free slots of ``rows`` after all others; returns how many they are."""

@@ -1,4 +1,4 @@
-"""Orders the requests that wait for admission on a decode worker: by priority, then arrival.
+"""The requests that wait for admission on a decode worker, and what the tree holds of them.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks, Lines
+from sglang.srt.disaggregation.decode_radix.hooks import NO_HOOKS, DecodeHooks, Hooks
 from sglang.srt.mem_cache.prefix_reader import NOTHING, PrefixPeek
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ class QueueEntry:
     # What the tree held of the prompt at the last lookup, and the tree's state then.
     found: PrefixPeek = NOTHING
     found_in: Hashable = None
-    # Sources that may bring the delta, agreed on by all TP ranks; and the one that does, if any.
-    sources: Sequence[DeltaSource] = ()
+    # Whether a source other than prefill may bring the delta, agreed on by all TP ranks; and the
+    # source that does.
+    lets_source: bool = False
     source: DeltaSource | None = None
     # Its prompt in host memory while it waits; and the part to load, if longer than the tree's.
     host_watch: Any = None
@@ -54,7 +55,7 @@ class QueueEntry:
 
 
 class AdmissionPolicy:
-    """The order of requests before admission. An extra may replace it."""
+    """Keeps the entries of waiting requests. An extra may replace it."""
 
     @classmethod
     def of(cls, server_args: Any, tree: DecodeRadixCache) -> AdmissionPolicy:
@@ -64,16 +65,9 @@ class AdmissionPolicy:
     def __init__(self, tree: DecodeRadixCache):
         self.tree = tree
         self.hooks: Hooks[DecodeHooks] = NO_HOOKS
-        self.lines = Lines()
         # Requests that have left; equal on all TP ranks in each step.
         self.departures = 0
         self._arrivals = itertools.count()
-
-    def know(self, hooks: Hooks[DecodeHooks]) -> None:
-        """Use the hooks of this rank."""
-        self.hooks = hooks
-        for lines in hooks.lines:
-            self.lines = lines()
 
     # ---- events ----
 
@@ -126,11 +120,7 @@ class AdmissionPolicy:
         self._leave_host(entry)
 
     def committed(self, entry: QueueEntry) -> None:
-        """The delta of the request is in the tree."""
-        self.computed(entry)
-
-    def computed(self, entry: QueueEntry) -> None:
-        """The last step over the request's prompt has begun on this worker."""
+        """The delta of the request is in the tree, or its last prompt step has begun here."""
         for arrived in self.hooks.arrived if entry.keys is not None else ():
             arrived(entry, time.monotonic() - entry.admitted_at)
         self.leave(entry)
@@ -140,7 +130,8 @@ class AdmissionPolicy:
     def find(self, entry: QueueEntry) -> PrefixPeek:
         """What the tree holds of the request's prompt; looked up again if the tree has changed."""
         tree = self.tree
-        state = tree.watches.changes, tree.locks_taken, tree.locks_released
+        # An eviction changes the size only.
+        state = tree.growth, tree.locks_taken, tree.locks_released, tree.evictable_size()
         if entry.keys is not None and entry.found_in != state:
             entry.found, entry.found_in = tree.peek(entry.keys, entry.extra_key), state
         return entry.found
@@ -153,7 +144,3 @@ class AdmissionPolicy:
     def on_host(self, entry: QueueEntry) -> int:
         """Tokens from the start of the prompt that host memory has."""
         return 0 if entry.host_watch is None else entry.host_watch.length
-
-    def order(self, ready: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """``ready``, indices of ``entries``, in the order of admission."""
-        return sorted(ready, key=lambda i: (entries[i].priority, entries[i].arrival))

@@ -1,33 +1,23 @@
-"""Quarantine: failed requests keep their memory while a prefill may write to it, also in a flush.
+"""Quarantine: failed requests keep their memory while a prefill may write to it.
 
 Upstream: sgl-project/sglang#35049 and #35360 (merged, off by default), which #38961 (open) fixes.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from http import HTTPStatus
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.decode_radix.tp_agreement import agreed_polls, is_alone
-from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.decode_radix_cache import reserve
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.tier import Tier
 
-__all__ = ["Writers", "abort_transfer", "flush_around", "let_go", "poll_transfers", "release"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Writers", "let_go", "poll_transfers", "release"]
 
 
 class Writers:
@@ -66,19 +56,6 @@ def poll_transfers(
     ]
 
 
-def abort_transfer(decode_req: DecodeRequest) -> None:
-    """Abort a request whose transfer failed on any rank, and have prefill stop writing."""
-    req = decode_req.req
-    reason = decode_req.failure_reason()
-    message = (
-        f"Decode transfer failed for request {req.rid} "
-        f"(bootstrap_room={req.bootstrap_room}){reason}"
-    )
-    logger.error(message)
-    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-    decode_req.fail()
-
-
 def release(decode_req: DecodeRequest, tree: Any, buffers: Any) -> None:
     """Release a failed request's KV and metadata buffer; if computed here, it has none.
 
@@ -97,40 +74,3 @@ def let_go(decode_req: DecodeRequest, tier: Tier) -> None:
     if load is not None:
         load.wait()
         tier.let_go(load)
-
-
-def flush_around(
-    reqs: Sequence[Req], rows: Any, tree: DecodeRadixCache, flush: Callable[[], bool]
-) -> bool:
-    """Flush an idle worker's pools, except the slot, delta and state of each of ``reqs``.
-
-    rows: the req_to_token pool. flush: clears tree and pools, or returns False and changes nothing.
-    """
-    page = tree.page_size
-    kept: list[tuple[Req, torch.Tensor, Any]] = []
-    for req in reqs:
-        end = pages(req.kv_allocated_len, page) * page
-        slots = rows.req_to_token[req.req_pool_idx, req.cache_protected_len : end].clone()
-        kept.append((req, slots, tree.state.held(slots)))
-    if not flush():
-        return False
-    for req, slots, beside in kept:
-        _keep(req, slots, beside, rows, tree)
-    return True
-
-
-def _keep(req: Req, slots: torch.Tensor, beside: Any, rows: Any, tree: DecodeRadixCache) -> None:
-    """Take what ``req`` had out of the cleared pools.
-
-    Its prefix went with the tree, so the delta now begins a sequence of its own. slots: of the
-    delta, int64, whole pages. beside: its `StateKind.held`.
-    """
-    length = req.kv_allocated_len - req.cache_protected_len
-    slots = slots[:length]
-    rows.reserve(req)
-    rows.req_to_token[req.req_pool_idx, :length] = slots
-    reserve(tree.pool, slots)
-    tree.state.reserve(req, slots, beside)
-    req.kv_allocated_len = req.kv_committed_len = length
-    req.last_node, req.cache_protected_len = tree.root_node, 0
-    tree.inc_lock_ref(req.last_node)

@@ -5,19 +5,16 @@ Upstream: sgl-project/sglang#29471 (open), a resume that matches again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, Blocked
+from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_radix.budget import (
     AdmissionPlan,
     Budget,
     Memory,
 )
-from sglang.srt.disaggregation.decode_radix.commit import report_end
-from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.disaggregation.decode_radix.commit import abort, report_end
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 
 if TYPE_CHECKING:
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 __all__ = ["Resumption", "joins"]
-
-logger = logging.getLogger(__name__)
 
 
 def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
@@ -57,11 +52,10 @@ class Resumption:
     def __init__(self, queue: DecodePreallocQueue):
         self._queue, self._hooks = queue, queue.transfer_queue.hooks
         self._tree, self._accounts, self._memory = queue.radix, queue.accounts, queue.memory
-        # The first request that did not fit; the first that a limit held back, and the state then.
-        self._blocked: Blocked | None = None
-        self._held: tuple[str, tuple[int, ...]] | None = None
-        # Steps since then: one odd measurement must not hold it back until a request ends.
-        self._held_for = 0
+        # The first request that did not fit or that a limit held back, the state then, and free
+        # memory; and steps since then.
+        self._refused: tuple[str, tuple[int, ...], Memory] | None = None
+        self._refused_for = 0
 
     def resume(self) -> tuple[list[Req], int]:
         """Resume the first retracted requests that fit. Returns them, and how many others failed.
@@ -71,14 +65,14 @@ class Resumption:
         retracted, version = self._queue.retracted_queue, self._queue.schedule.version
         resumed: list[Req] = []
         failed = 0
-        self._held_for += 1
-        if (
-            self._held is not None
-            and self._held_for % ABORT_INTERVAL
-            and self._held == (retracted[0].rid, version())
-        ):
-            return resumed, failed
-        self._held, self._held_for = None, 0
+        self._refused_for += 1
+        # Looks every few steps: one odd measurement must not hold it back until a request ends.
+        if self._refused is not None and self._refused_for % ABORT_INTERVAL:
+            *state, free = self._refused
+            if state == [retracted[0].rid, version()] and not self._accounts.has_freed(free):
+                return resumed, failed
+        self._refused, self._refused_for = None, 0
+        held_rid: str | None = None
         live = self._queue.live()
         kept = self._accounts.kept_for_resume(live)
         # Reads each running request, so only once: resumes subtract what they take.
@@ -96,8 +90,6 @@ class Resumption:
                 # Retracted requests hold no KV.
                 now = live._replace(running=[*live.running, *resumed], retracted=())
                 step = budget = step or self._accounts.budget(now)
-            if self._is_blocked(req, free, kept, budget):
-                break
             token_ids = (req.origin_input_ids + req.output_ids)[: req.seqlen - 1]
             try:
                 plan = self._plan(req, token_ids)
@@ -106,13 +98,12 @@ class Resumption:
                 failed += 1
                 self._fail(req, e)
                 continue
-            if not _fits(plan, free, kept, budget):
-                self._blocked = Blocked(req.rid, plan, Memory(0), version())
+            fits = _fits(plan, free, kept, budget)
+            if fits and not all(limit.add(plan, req, at_once=True) for limit in limits):
+                fits, held_rid = False, req.rid
+            if not fits:
+                self._refused = req.rid, version(), self._accounts.free(())
                 break
-            if not all(limit.add(plan, req, at_once=True) for limit in limits):
-                self._held = req.rid, version()
-                break
-            self._blocked = None
             self._memory.give(req, token_ids, plan)
             req.is_retracted = False
             req.restore_kv_cache(
@@ -125,19 +116,8 @@ class Resumption:
                 step.admit(plan, self._accounts.reserved)
             resumed.append(req)
         for held in self._hooks.held:
-            held(self._held and self._held[0], lambda: len(retracted) - len(resumed) - failed)
+            held(held_rid, lambda: len(retracted) - len(resumed) - failed)
         return resumed, failed
-
-    def _is_blocked(self, req: Req, free: Memory, kept: Memory, budget: Budget | None) -> bool:
-        """Whether ``req`` did not fit, and neither free memory nor the tree has changed enough.
-
-        The cost does not depend on the prompt.
-        """
-        blocked = self._blocked
-        version = self._queue.schedule.version()
-        if blocked is None or (blocked.rid, blocked.version) != (req.rid, version):
-            return False
-        return not _fits(blocked.plan, free, kept, budget)
 
     def _plan(self, req: Req, token_ids: list[int]) -> AdmissionPlan:
         found = NOTHING
@@ -148,8 +128,7 @@ class Resumption:
     def _fail(self, req: Req, error: Exception) -> None:
         """Abort a retracted request whose KV cannot be restored. On all ranks alike."""
         message = f"Request {req.rid} could not be resumed: {type(error).__name__}: {error}"
-        logger.error(message, exc_info=error)
-        prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+        abort(req, message, error=error)
         req.is_retracted = False
         report_end(req, self._queue.scheduler)
         req.forget_saved_kv()

@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
 
-__all__ = ["Agreed", "Schedule", "Window", "priority_sign", "sources_of", "takes_prefix"]
+__all__ = ["Agreed", "Schedule", "Window", "lets_source", "priority_sign", "takes_prefix"]
 
 READY = Phase.READY
-# Window places that rotate in a longer queue: for handshakes, and for ready requests behind the
-# first. Hundreds may wait for one transfer, and failures behind them must be reported.
-HANDSHAKES = WINDOW // 4
-BEHIND = WINDOW // 4
+# Ready requests that each window of a longer queue has. All others take turns in the rest: hundreds
+# may wait for one transfer, and failures behind them must be reported.
+FIRST = WINDOW // 2
 # Rotation per look, in circles: sees all of 260 to 8,000 requests in at most 2.3 times the looks of
 # a scan, also if only every 16th step looks. Golden ratio: 10 times, as 16 of it are close to 8/9.
 TURN = 6**0.5 - 2
@@ -49,9 +48,9 @@ def takes_prefix(decode_req: DecodeRequest) -> bool:
     return getattr(decode_req.kv_receiver, "peer_takes_prefix", False)
 
 
-def sources_of(decode_req: DecodeRequest, sources: Sequence[DeltaSource]) -> Sequence[DeltaSource]:
-    """The ``sources`` that may bring the request's delta: all or none."""
-    return sources if takes_prefix(decode_req) and all(s.lets(decode_req) for s in sources) else ()
+def lets_source(decode_req: DecodeRequest, source: DeltaSource | None) -> bool:
+    """Whether the request's prefill lets ``source`` bring the delta."""
+    return source is not None and takes_prefix(decode_req) and source.lets(decode_req)
 
 
 def priority_sign(scheduler: Any) -> int:
@@ -61,26 +60,12 @@ def priority_sign(scheduler: Any) -> int:
     return 1 if scheduler.schedule_low_priority_values_first else -1
 
 
-def _rotated(requests: Sequence[DecodeRequest], places: int, turn: int) -> list[DecodeRequest]:
-    """``places`` of ``requests``; later turns pick others, until each has been picked."""
-    if len(requests) <= places:
-        return [*requests]
-    first = int(turn * TURN % 1.0 * len(requests))
-    return [*requests[first:], *requests[:first]][:places]
-
-
 class Schedule:
     """Orders the requests of one queue by a policy."""
 
-    def __init__(
-        self,
-        queue: DecodePreallocQueue,
-        sources: Sequence[DeltaSource] = (),
-        measured: Sequence[Measured] = (),
-    ):
-        """sources: of deltas, besides prefill. measured: further figures that ranks agree on."""
-        self._queue, self._sources, self._measured = queue, sources, tuple(measured)
-        self._width = sum(one.width for one in self._measured)
+    def __init__(self, queue: DecodePreallocQueue, measured: Sequence[Measured]):
+        """measured: further figures that ranks agree on."""
+        self._queue, self._measured = queue, measured
         self._policy, self._tree = queue.policy, queue.radix
         # Windows made so far.
         self._windows_made = 0
@@ -104,31 +89,31 @@ class Schedule:
             # Raised on all ranks: their trees are the same.
             decode_req.mark_failed(e)
             entry = self._policy.enter(None, None, priority, prefill)
-        return decode_req.enter(entry)
+        decode_req.entry = entry
+        return entry
 
     # ---- the window ----
 
     def window(self, queue: Sequence[DecodeRequest]) -> Window:
         """At most `WINDOW` requests, ready ones first. Same on all ranks: phases are agreed on."""
-        # The queue is in order of arrival.
-        self._policy.lines.begin_step(self.entry_of(queue[0]) if queue else None)
         self._windows_made += 1
         requests = self._first(queue, self._windows_made) if len(queue) > WINDOW else queue
         entry_of = self.entry_of
         return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
-        ready = self._policy.lines.looked_at(
-            [dr for dr in queue if dr.phase is READY], self.entry_of
-        )
+        ready = self._ready(queue)
         if priority_sign(self._queue.scheduler):
             ready.sort(key=lambda dr: self.entry_of(dr).priority)
-        most = WINDOW - HANDSHAKES
-        first = ready if len(ready) <= most else ready[: most - BEHIND]
         # By agreed phases only: the same on all ranks.
-        behind = _rotated(ready[len(first) :], BEHIND, turn)
-        others = [dr for dr in queue if dr.phase is not READY]
-        return [*first, *behind, *_rotated(others, WINDOW - len(first) - len(behind), turn)]
+        others = [*ready[FIRST:], *(dr for dr in queue if dr.phase is not READY)]
+        # Later turns pick others, until each has been picked.
+        begin = int(turn * TURN % 1.0 * len(others))
+        return [*ready[:FIRST], *others[begin:], *others[:begin]][:WINDOW]
+
+    def _ready(self, queue: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Those of ``queue`` that may be admitted, in order of arrival."""
+        return [dr for dr in queue if dr.phase is READY]
 
     # ---- decisions ----
 
@@ -137,7 +122,6 @@ class Schedule:
         requests = window.requests
         for measured in self._measured:
             measured.take(measured.own())
-        self._policy.lines.measured_alone()
         ready = [requests[i] for i in self._order(window)]
         # Lazy: most of a long queue is behind the first request that does not fit.
         return Agreed(((dr, takes_prefix(dr)) for dr in ready), requests)
@@ -159,7 +143,7 @@ class Schedule:
         available, beside, evictable, rows, *host = queue.memory.figures()
         buffers = queue.req_to_metadata_buffer_idx_allocator.available_size()
         agreement = ranks.agree(
-            # What must be equal for equal decisions: `SHARED_FIGURES` figures.
+            # What must be equal for equal decisions.
             [
                 len(queue.queue),
                 ranks.rooms_digest(entries, lambda: [dr.req.bootstrap_room for dr in requests]),
@@ -172,8 +156,8 @@ class Schedule:
             [self._held(requests[i]) for i in (*picked, *late)],
             polls,
             # The minimum counts for all ranks.
-            [takes_prefix(dr) + bool(sources_of(dr, self._sources)) for dr in requests],
-            self._measured_here(),
+            [takes_prefix(dr) + lets_source(dr, queue.source) for dr in requests],
+            [figure for one in self._measured for figure in one.own()],
             self._digest(entries),
         )
         if agreement is None:
@@ -198,10 +182,10 @@ class Schedule:
         return 0
 
     def _learn(self, entries: Sequence[QueueEntry], told: Agreement) -> None:
-        """Note the sources that all ranks allow."""
-        if self._sources:
+        """Note whether all ranks let the other source bring the delta."""
+        if self._queue.source is not None:
             for entry, capable in zip(entries, told.capable, strict=True):
-                entry.sources = self._sources if capable > 1 else ()
+                entry.lets_source = capable > 1
 
     def _candidates(
         self, window: Window, told: Agreement, same: dict[int, bool]
@@ -211,15 +195,6 @@ class Schedule:
         return [(dr, bool(told.capable[i]) and same[i]) for i, dr in found if dr.phase is READY]
 
     # ---- figures ----
-
-    def _measured_here(self) -> list[int]:
-        """This rank's figures. Raises ValueError for a wrong number: tensor sizes would differ."""
-        figures = [figure for one in self._measured for figure in one.own()]
-        if len(figures) != self._width:
-            raise ValueError(
-                f"{len(figures)} measured figures to agree on, and {self._width} are agreed on"
-            )
-        return figures
 
     def _held(self, decode_req: DecodeRequest) -> tuple[int, int]:
         try:
@@ -239,4 +214,4 @@ class Schedule:
         """Indices of ready requests in ``window``, in the order of admission."""
         entries = window.entries
         ready = [i for i, dr in enumerate(window.requests) if dr.phase is READY]
-        return self._policy.lines.mix(self._policy.order(ready, entries), entries)
+        return sorted(ready, key=lambda i: (entries[i].priority, entries[i].arrival))

@@ -24,8 +24,6 @@ __all__ = ["CANDIDATES", "WINDOW", "Agreement", "Ranks", "agree", "are_alike"]
 WINDOW = 256
 # Requests whose prefixes ranks compare one by one. Others are admitted only if a digest is equal.
 CANDIDATES = 8
-SHARED_FIGURES = 7
-_STATE = SHARED_FIGURES + 2 * CANDIDATES + 1
 # Consecutive steps in which TP ranks may disagree before they end.
 DISAGREEMENTS = 64
 
@@ -65,40 +63,30 @@ def agree(
 ) -> Agreement:
     """Reduce over ``group``.
 
-    shared: `SHARED_FIGURES` figures that must be equal. held: two per candidate, at most
-    `CANDIDATES`. digest: of the same two for more requests. polls, capable: per request of the
-    window, at most `WINDOW`. measured: by the first rank; as many figures of 0 or more on each.
-    Raises ValueError for other numbers: ranks would confuse figures or reduce unequal tensors.
+    shared: figures that must be equal. held: two per candidate, at most `CANDIDATES`. digest: of
+    the same two for more requests. polls, capable: per request of the window, at most `WINDOW`.
+    measured: by the first rank, 0 or more. All ranks pass as many figures, shared and measured.
     """
-    if len(shared) != SHARED_FIGURES or len(held) > CANDIDATES or len(polls) > WINDOW:
-        raise ValueError(
-            f"{len(shared)} shared figures, {len(held)} candidates "
-            f"and {len(polls)} requests to agree on"
-        )
     state = [*shared, *(figure for two in held for figure in two)]
-    state += [0] * (_STATE - 1 - len(state))
-    state.append(digest)
+    state += [*[0] * (len(shared) + 2 * CANDIDATES - len(state)), digest]
     pad = [0] * (WINDOW - len(polls))
     # Negative, so that MIN takes the first rank's.
     from_first = [-x for x in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
     mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
     reduced = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
-    agreed = reduced.tolist()
-    low, high = agreed[:_STATE], [-figure for figure in agreed[_STATE : 2 * _STATE]]
-    first = 2 * _STATE
-    same = [
-        low[i : i + 2] == high[i : i + 2]
-        for i in range(SHARED_FIGURES, SHARED_FIGURES + 2 * len(held), 2)
-    ]
+    agreed, num, width = reduced.tolist(), len(shared), len(state)
+    low, high = agreed[:width], [-figure for figure in agreed[width : 2 * width]]
+    of_polls, of_capable = agreed[2 * width :], agreed[2 * width + WINDOW :]
+    same = [low[i : i + 2] == high[i : i + 2] for i in range(num, num + 2 * len(held), 2)]
     return Agreement(
-        low=low[:SHARED_FIGURES],
-        high=high[:SHARED_FIGURES],
-        polls=agreed[first : first + len(polls)],
-        capable=agreed[first + WINDOW : first + WINDOW + len(polls)],
+        low=low[:num],
+        high=high[:num],
+        polls=of_polls[: len(polls)],
+        capable=of_capable[: len(polls)],
         same=same,
         alike=all(same) and low[-1] == high[-1],
-        measured=[-figure for figure in agreed[first + 2 * WINDOW :]],
+        measured=[-figure for figure in of_capable[WINDOW:]],
     )
 
 
@@ -142,10 +130,6 @@ class Ranks:
         # The window last compared, and the digest of its bootstrap_rooms.
         self._rooms: tuple[Sequence[Any], int] = ((), 0)
 
-    def are_alike(self, figures: Sequence[int]) -> bool:
-        """Whether these figures are equal on all ranks."""
-        return self.size == 1 or are_alike(self.group, figures)
-
     def rooms_digest(self, window: Sequence[Any], rooms: Callable[[], Sequence[int]]) -> int:
         """Digest of ``rooms``, which is called if ``window``, compared by identity, has changed."""
         if self._rooms[0] != window:
@@ -153,17 +137,12 @@ class Ranks:
         return self._rooms[1]
 
     def agree(self, *figures: Any) -> Agreement | None:
-        """As `agree`; None to skip the step, on all ranks alike."""
-        agreement = agree(self.group, *figures)
-        if agreement.in_step:
-            self.disagreements = 0
-            return agreement
-        self._note_disagreement(agreement)
-        return None
+        """As `agree`; None to skip the step, on all ranks alike.
 
-    def _note_disagreement(self, told: Agreement) -> None:
-        """End all ranks after `DISAGREEMENTS` steps, in the same one: they will not recover."""
-        self.disagreements += 1
+        Ends all ranks after `DISAGREEMENTS` steps, in the same one: they will not recover.
+        """
+        told = agree(self.group, *figures)
+        self.disagreements = 0 if told.in_step else self.disagreements + 1
         if self.disagreements == DISAGREEMENTS:
             raise RuntimeError(
                 f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode "
@@ -171,3 +150,4 @@ class Ranks:
                 "retracted, order with rows and host memory: "
                 f"lowest {told.low}, highest {told.high})"
             )
+        return told if told.in_step else None

@@ -1,4 +1,4 @@
-"""What one request of a batch asks for is told to no other.
+"""What one request of a batch asks for is told to no other; first tokens of prebuilt batches on decode.
 
 Upstream: none is known.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.managers import scheduler_output_processor_mixin as engine
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["SchedulerOutputProcessorMixin"]
 
@@ -42,3 +43,14 @@ class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
             alike.setdefault(parts, []).append(req)
         for group in alike.values():
             super().stream_output_generation(group, return_logprob, skip_req, is_idle_batch)
+
+    def process_batch_result_prebuilt(self, batch) -> None:
+        """Counts first tokens as reasoning tokens, and frees in one group (decode tree)."""
+        for req in batch.reqs:
+            if req.decode_prefix_len is not None and not req.retracted_stain:
+                self._maybe_update_reasoning_tokens(req, req.output_ids[0])
+        if not isinstance(self.tree_cache, DecodeRadixCache):
+            return super().process_batch_result_prebuilt(batch)
+        self.token_to_kv_pool_allocator.free_group_begin()
+        super().process_batch_result_prebuilt(batch)
+        self.token_to_kv_pool_allocator.free_group_end()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
@@ -24,6 +25,9 @@ __all__ = ["EvictingRadixCache", "evict_leaves"]
 
 class EvictingRadixCache(DecodeRadixCache):
     """Layer of each decode tree that keeps its leaves listed for eviction, and some long runs of pages free."""
+
+    # Without the extra prefix_order nothing is known to be waited for.
+    watches: Any = SimpleNamespace(wanted=lambda node: 0, waiting=lambda node: 0)
 
     def __init__(self, params: CacheInitParams):
         """Adds the order of the free list: see ``mem_cache/allocator.py``."""

@@ -1,13 +1,15 @@
-"""What of a request's prompt has come from host memory.
+"""What of a request's prompt has come from host memory, and memory that saves to it hold.
 
 Upstream: none is known.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.managers import schedule_batch as engine
 
-__all__ = ["Req"]
+__all__ = ["Req", "ScheduleBatch"]
 
 
 class Req(engine.Req):
@@ -22,3 +24,16 @@ class Req(engine.Req):
     def from_host(self) -> int:
         """Tokens that came from host memory."""
         return self.host_prefix_len and self.host_prefix_len - self.load_start
+
+
+class ScheduleBatch(engine.ScheduleBatch):
+    """A batch that can have the memory that saves hold."""
+
+    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
+        """If memory is short, waits for saves of the decode tree and unlocks their nodes."""
+        enough = super().check_decode_mem(selected_indices)
+        tier: Any = getattr(self.tree_cache, "tier", None)
+        # Another tier than host memory has none.
+        if not enough and hasattr(tier, "release_device") and tier.release_device():
+            enough = super().check_decode_mem(selected_indices)
+        return enough

@@ -12,7 +12,6 @@ from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows
 from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["DecodePreallocQueue", "HybridMambaDecodeReqToTokenPool"]
@@ -53,10 +52,3 @@ class HybridMambaDecodeReqToTokenPool(KeptRows, engine.HybridMambaDecodeReqToTok
         """
         each = 1 + (self.mamba_ping_pong_track_buffer_size if self.enable_mamba_extra_buffer else 0)
         return min(len(self.free_slots), self.mamba_pool.available_size() // each)
-
-    def reserve(self, req: Req) -> None:
-        """Take the row and the state slot of ``req`` out of pools that have been cleared."""
-        super().reserve(req)
-        if req.mamba_pool_idx is not None:
-            self.mamba_pool.reserve(req.mamba_pool_idx)
-            self.req_index_to_mamba_index_mapping[req.req_pool_idx] = req.mamba_pool_idx

@@ -27,10 +27,6 @@ class MambaPool(engine.MambaPool):
             states[:, slot] = state.to(states.device)
         torch.cuda.synchronize()
 
-    def reserve(self, slots: torch.Tensor) -> None:
-        """Take ``slots`` (int64, of any shape) out of the free list of a pool that has been cleared."""
-        self.free_slots = self.free_slots[~torch.isin(self.free_slots, slots)]
-
     def _kinds(self) -> list[torch.Tensor]:
         return [*self.mamba_cache.conv, self.mamba_cache.temporal]
 

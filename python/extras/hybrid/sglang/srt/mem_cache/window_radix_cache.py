@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, reserve
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.decode_windows import Windows, WindowsKept
 from sglang.srt.mem_cache.hybrid_support import WINDOWS
 from sglang.srt.mem_cache.state_kind import Need, StateKind
@@ -109,17 +109,6 @@ class WindowSlots(StateKind):
 
     def indices(self, targets: np.ndarray) -> list[int]:
         return (targets // self.rule.page_size).tolist()
-
-    def held(self, slots: torch.Tensor) -> torch.Tensor:
-        return self.of(slots)
-
-    def reserve(self, req: Req, slots: torch.Tensor, held: torch.Tensor) -> None:
-        """``held``: slots here, 0 where there was none."""
-        own = held[: len(slots)]
-        used = own > 0
-        reserve(self.pool, own[used])
-        self.allocator.full_to_swa_index_mapping[slots[used]] = own[used]
-        req.swa_evicted_seqlen -= req.cache_protected_len
 
     # ---- of slots ----
 

@@ -395,7 +395,7 @@ class LocalPrefills(DeltaSource):
             # The engine takes what this step computes for all that has been allocated.
             req.kv_committed_len = req.kv_allocated_len = len(req.origin_input_ids)
             if one.left == 0:
-                self._admission.computed(one.decode_req.entry)
+                self._admission.committed(one.decode_req.entry)
                 one.decode_req.advance(Phase.COMMITTED)
                 # What has come into the tree since its admission was held, and not computed.
                 prompt_len, req.computed_here = len(req.origin_input_ids), one.computed

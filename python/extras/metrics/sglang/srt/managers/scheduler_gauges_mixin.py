@@ -130,9 +130,9 @@ class SchedulerGaugesMixin(Base):
             more["audit"] = self.audit_at_rest()
         return more | self.state_of_requests()
 
-    def begin_turn(self, recv_reqs) -> None:
+    def process_input_requests(self, recv_reqs) -> None:
         """Adds, once per turn of every event loop, the worker's gauges."""
-        super().begin_turn(recv_reqs)
+        super().process_input_requests(recv_reqs)
         self.publish_gauges()
 
     def state_of_requests(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import logging
 import uuid
 
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.mem_cache.kv_cache_builder import check_pool
+from sglang.srt.mem_cache.decode_radix_cache import check_pool
 from sglang.srt.mem_cache.kv_namespace import kv_namespace
 from sglang.srt.mem_cache.page_names import rank_namespace
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
@@ -89,12 +89,12 @@ class Scheduler(engine.Scheduler):
         tokens = (req.origin_input_ids + req.output_ids)[: max(end, 0)]
         self.pegaflow.prefetch(req.rid, tokens, req.extra_key, req.priority or 0)
 
-    def begin_turn(self, recv_reqs) -> None:
+    def process_input_requests(self, recv_reqs) -> None:
         """Adds, once per turn of every event loop, what PegaFlow has done."""
+        super().process_input_requests(recv_reqs)
         if self.pegaflow is not None and self.pegaflow.advance():
             # Only the end of a running request has the engine look again at those that found no room, and none may run.
             self.running_batch.batch_is_full = False
-        super().begin_turn(recv_reqs)
 
     def _get_storage_backend_type(self) -> str:
         """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""

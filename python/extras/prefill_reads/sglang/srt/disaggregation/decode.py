@@ -6,17 +6,16 @@ Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vll
 from __future__ import annotations
 
 from sglang.srt.disaggregation import decode as engine
-from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.kv_weights import know_weights
-from sglang.srt.disaggregation.offers import OfferHooks
+from sglang.srt.disaggregation.offers import OfferingDeltas
 
 __all__ = ["DecodePreallocQueue"]
-
-hooks.register(hooks.DecodeHooks, OfferHooks)
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """The queue that makes a decode rank's transfer manager."""
+
+    deltas_type = OfferingDeltas
 
     def _init_kv_manager(self):
         """Adds of which weights its KV is."""

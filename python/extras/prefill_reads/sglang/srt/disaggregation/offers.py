@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.common.wire import wire_int
-from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
+from sglang.srt.disaggregation.decode_radix.delta_request import PrefillDeltas
 from sglang.srt.disaggregation.decode_radix.schedule import takes_prefix
 from sglang.srt.disaggregation.kv_weights import weights_of
 from sglang.srt.mem_cache.known_prefixes import is_known
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["OFFER", "READS", "Offer", "OfferHooks", "read_offer", "unknown_above", "write_offer", "wrong_offer"]
+__all__ = ["OFFER", "READS", "Offer", "OfferingDeltas", "read_offer", "unknown_above", "write_offer", "wrong_offer"]
 
 # What a prefill that reads says.
 READS = "reads"
@@ -94,25 +94,25 @@ def least_read(receiver: Any) -> int:
     return reads if type(reads) is int and reads > 0 else 0
 
 
-class OfferHooks(DecodeHooks):
-    """Offers of one decode rank. queue: of transfers."""
+class OfferingDeltas(PrefillDeltas):
+    """Offers, with the request for a delta, the prefix that is held."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue, self._tree, self._rows = queue, queue.tree_cache, queue.scheduler.req_to_token_pool
-
-    def targets(self, decode_req: DecodeRequest) -> torch.Tensor:
-        """Of the prefix, if its pages are offered."""
+    def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
+        """Adds the first slots of the prefix's pages, if these are offered."""
         req, page = decode_req.req, self._tree.page_size
         table = self._rows.req_to_token[req.req_pool_idx]
-        return table[: req.held_len if self._offers(decode_req) else 0 : page]
+        return [*super()._targets(decode_req), table[: req.held_len if self._offers(decode_req) else 0 : page]]
 
-    def named(self, decode_req: DecodeRequest, slots: npt.NDArray[np.integer], guard: OverlapGuard) -> bool:
-        """Note what is offered. Whether a step in flight may still write to it: of an answer, or of another source."""
-        offers = (slots // self._tree.page_size).astype(np.int32)
+    def _name(self, decode_req: DecodeRequest, guard: OverlapGuard, *slots: npt.NDArray[np.integer]) -> bool:
+        """Notes what is offered. Waits while a step in flight, or another source, may write to it."""
+        *ours, offered = slots
+        waits = super()._name(decode_req, guard, *ours)
+        offers = (offered // self._tree.page_size).astype(np.int32)
         if not len(offers):
-            return False
+            return waits
         decode_req.kv_receiver.offered = offers
-        return any(source().writes() for source in self._queue.hooks.source) or guard.covers(offers, None)
+        source = self._queue.source
+        return waits or (source is not None and source.writes()) or guard.covers(offers, None)
 
     def _offers(self, decode_req: DecodeRequest) -> bool:
         """Whether the pages of the request's prefix are offered: its prefill reads what it lacks, and lacks enough.

@@ -12,12 +12,12 @@ from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.prefix_admission import PrefixAdmission
 from sglang.srt.disaggregation.prefix_policy import Expired, PrefixPolicy
 from sglang.srt.disaggregation.prefix_schedule import PrefixSchedule
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
-from sglang.srt.mem_cache.prefix_watch import PrefixWatches
+from sglang.srt.mem_cache.decode_radix_cache import add_layer
+from sglang.srt.mem_cache.prefix_watch import WatchedRadixCache
 
 __all__ = ["DecodePreallocQueue", "DecodeTransferQueue"]
 
-DecodeRadixCache.watches_type = PrefixWatches
+add_layer(WatchedRadixCache)
 
 
 class WaitHooks(hooks.DecodeHooks):

@@ -83,7 +83,7 @@ class PrefixAdmission(Admission):
             return False
         if retracted or self.following is None:
             return super().has_nothing_new(step, queue, retracted)
-        return step % self._look_every != 0 and bool(queue) and self._follows_on(queue) and all_ready(queue)
+        return step % self.look_every != 0 and bool(queue) and self._follows_on(queue) and all_ready(queue)
 
     def _follows_on(self, queue: Sequence[DecodeRequest]) -> bool:
         """Whether all still wait for transfers of others. Clocks of ranks differ: several look every few steps."""

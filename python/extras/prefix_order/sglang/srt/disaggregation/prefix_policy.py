@@ -392,9 +392,17 @@ class PrefixPolicy(AdmissionPolicy):
             self.watches.lead(entry.watch, least_to_follow(delta))
 
     def committed(self, entry: Any) -> None:
-        if entry.watch is not None:
+        if entry.watch is not None and not entry.local:
             self.transfers.done(entry.prefill, entry.delta, time.monotonic() - entry.admitted_at)
         super().committed(entry)
+
+    def split(self, entries: Sequence[PrefixEntry]) -> tuple[Sequence[PrefixEntry], Sequence[PrefixEntry]]:
+        """Two lines, of which the first passes the second; here all are in the first."""
+        return entries, ()
+
+    def is_second(self, entry: PrefixEntry) -> bool:
+        """Whether it is in the second line."""
+        return False
 
     def slack(self, waiting: Sequence[PrefixEntry]) -> int:
         """Requests that may go out of their turn before another of ``waiting`` has been overtaken as often as may be.
@@ -410,7 +418,7 @@ class PrefixPolicy(AdmissionPolicy):
         Each in its line: that those in the first pass the others is not counted.
         """
         overtaken = 0
-        for left, passed in zip(self.lines.split(waiting), self.lines.split(admitted), strict=True):
+        for left, passed in zip(self.split(waiting), self.split(admitted), strict=True):
             arrivals = sorted(entry.arrival for entry in passed)
             for entry in left:
                 later = len(arrivals) - bisect_right(arrivals, entry.arrival)
@@ -420,7 +428,7 @@ class PrefixPolicy(AdmissionPolicy):
 
 
 class Turns:
-    """The turns of one step of admission, in each line by itself; see `Lines`.
+    """The turns of one step of admission, in each line by itself; see `PrefixPolicy.split`.
 
     waiting: the entries of all that could be admitted in it, also of those that come too late in the order to be looked
     at. Whoever is left out of this is overtaken and never counted, and with that for ever.
@@ -429,11 +437,11 @@ class Turns:
     def __init__(self, policy: PrefixPolicy, waiting: Sequence[PrefixEntry]):
         self._policy = policy
         self._waiting = waiting
-        self._lines = [Line(policy, found) for found in policy.lines.split(waiting)]
+        self._lines = [Line(policy, found) for found in policy.split(waiting)]
 
     def take(self, entry: PrefixEntry) -> bool:
         """Whether ``entry`` may be admitted next, in its turn or out of it."""
-        return self._lines[self._policy.lines.is_second(entry)].take(entry)
+        return self._lines[self._policy.is_second(entry)].take(entry)
 
     def end(self, admitted: Sequence[PrefixEntry]) -> int:
         """These have been admitted. Returns how many others were overtaken."""

@@ -117,13 +117,11 @@ class PrefixSchedule(Schedule):
         # The same requests, of which the same wait for others, and the same tree: the same order.
         tree = self._tree
         coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
-        lines = self._policy.lines
         sizes = tree.evictable_size(), tree.protected_size()
-        seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, lines.version(), entries)
+        seen: tuple[Any, ...] = (self.version(), *sizes, ready, coming, entries)
         if self._ordered is None or self._ordered[0] != seen:
             candidates = [self._candidate(requests[i], entries[i]) for i in ready]
-            order = [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]
-            self._ordered = seen, lines.mix(order, entries)
+            self._ordered = seen, [ready[n] for n in admission_order(candidates, self._policy.max_overtaken)]
         return self._ordered[1]
 
     def _candidate(self, decode_req: DecodeRequest, entry: PrefixEntry) -> Candidate:

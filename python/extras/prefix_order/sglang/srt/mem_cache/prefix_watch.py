@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import Any
 
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, NodeWatches
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-__all__ = ["PrefixWatches", "Watch", "wanted_tokens"]
+__all__ = ["PrefixWatches", "Watch", "WatchedRadixCache", "wanted_tokens"]
 
 # Of those in one place, how many a prompt that arrives is compared with, and among how many they are looked for.
 COMPARED, LOOKED_AT = 8, 64
@@ -160,12 +160,11 @@ def wanted_tokens(watches: PrefixWatches) -> int:
     return tokens + sum(span for node, span in ends.items() if node.lock_ref == 0 and node not in whole)
 
 
-class PrefixWatches(NodeWatches):
+class PrefixWatches:
     """All watches of one tree, by node, and there by place: how far into the node, and the page that comes next."""
 
     def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
         """on_leave: told of a node that a waiting prompt no longer matches, or matches less of."""
-        super().__init__(tree, on_leave)
         self._tree = tree
         self._on_leave = on_leave
         self._at: dict[TreeNode, dict[tuple[int, Any], _Group]] = {}
@@ -404,3 +403,31 @@ class PrefixWatches(NodeWatches):
         if not watch.leading:
             self._on_leave(watch.node)
         return group
+
+
+class WatchedRadixCache(DecodeRadixCache):
+    """Layer of each decode tree that tells its watches what changes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.watches = PrefixWatches(self, self.no_longer_wanted)
+        super().__init__(*args)
+
+    def reset(self) -> None:
+        super().reset()
+        self.watches.on_reset()
+
+    def no_longer_wanted(self, node: TreeNode) -> None:
+        """For another layer: see `PrefixWatches`."""
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        self.watches.on_split(upper, child)
+        return upper
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        self.watches.on_removal(node)
+
+    def _record_store_event(self, node: TreeNode) -> None:
+        super()._record_store_event(node)
+        self.watches.on_new_leaf(node)

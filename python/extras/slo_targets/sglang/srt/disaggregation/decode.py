@@ -6,14 +6,14 @@ Upstream: none is known.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation import decode as engine
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.schedule import priority_sign
 from sglang.srt.disaggregation.itl_gate import ItlHooks
 from sglang.srt.disaggregation.ttft_refusal import FINISH_REFUSED, RefusalHooks, TtftRefusal
-from sglang.srt.disaggregation.ttft_target import TtftHooks, TtftTarget
+from sglang.srt.disaggregation.ttft_target import LATE_INTERVAL, LateLines, TtftHooks, TtftTarget
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.mem_cache.decode_radix_cache import is_warmup
 
@@ -29,15 +29,53 @@ hooks.register(hooks.DecodeHooks, TtftHooks.of)
 hooks.register(hooks.DecodeHooks, RefusalHooks.of)
 
 
+class LatePolicy(engine.DecodeTransferQueue.policy_type):  # type: ignore[misc, name-defined]
+    """With a target for TTFT, requests that are late have a line of their own; see `PrefixPolicy.split`."""
+
+    late: LateLines | None = None
+
+    def split(self, entries: Any) -> Any:
+        return super().split(entries) if self.late is None else self.late.split(entries)
+
+    def is_second(self, entry: Any) -> bool:
+        return self.late is not None and self.late.is_second(entry)
+
+
+class LateSchedule(engine.DecodePreallocQueue.schedule_type):  # type: ignore[misc, name-defined]
+    """With a target for TTFT, requests that are late go last, but for some."""
+
+    def window(self, queue: Any) -> Any:
+        if (late := self._policy.late) is not None:
+            late.begin_step(self.entry_of(queue[0]) if queue else None)
+        return super().window(queue)
+
+    def _ready(self, queue: Any) -> Any:
+        ready, late = super()._ready(queue), self._policy.late
+        return ready if late is None else late.looked_at(ready, self.entry_of)
+
+    def _order(self, window: Any) -> Any:
+        order, late = super()._order(window), self._policy.late
+        return order if late is None else late.mix(order, window.entries)
+
+
 class DecodeTransferQueue(engine.DecodeTransferQueue):
     """Transfers of a decode worker, which may have a target for TTFT."""
 
+    policy_type = LatePolicy
     ttft_target: TtftTarget | None = None
     ttft_refusal: TtftRefusal | None = None
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
     """Refuses requests whose first token would come too late, if the worker is told to."""
+
+    schedule_type = LateSchedule
+
+    def _init_radix(self, tree: Any) -> None:
+        super()._init_radix(tree)
+        if (target := self.transfer_queue.ttft_target) is not None:
+            target.alone = self.ranks.size == 1
+            self.admission.look_every = LATE_INTERVAL
 
     def add(self, req: Req, is_retracted: bool = False) -> None:
         """Answers 503 at once to such a request, and has prefill drop it. The same on all ranks."""

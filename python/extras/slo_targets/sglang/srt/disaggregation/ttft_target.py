@@ -14,10 +14,10 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Lines, Measured
+from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Measured
 from sglang.srt.observability.target_metrics import TargetMetrics
 from sglang.srt.server_args import ttft_option
 
@@ -59,8 +59,9 @@ class TtftTarget:
         self.late_before = self._agreed = 0
         # Of each priority, admissions since the last of a request that was late, while any is.
         self._since_late: dict[int, int] = {}
-        # Of what the order depends on: it changes with these.
-        self.admissions = self.late_requests = 0
+        self.late_requests = 0
+        # Whether there is one rank: its figures apply to the order of their own step.
+        self.alone = False
 
     @classmethod
     def of(cls, server_args: Any) -> TtftTarget | None:
@@ -84,7 +85,6 @@ class TtftTarget:
 
     def admitted(self, arrival: int, priority: int) -> None:
         """A request is admitted."""
-        self.admissions += 1
         self.left(arrival)
         if not self.is_late(arrival):
             if len(self._since_late) >= PRIORITIES:
@@ -118,6 +118,8 @@ class TtftTarget:
     def take(self, figures: list[int]) -> None:
         """This is what all ranks go by from the next step on: the order of this one may have been made."""
         (self._agreed,) = figures
+        if self.alone:
+            self.begin_step()
 
     def begin_step(self) -> None:
         """A step begins, or its order is still to be made."""
@@ -159,10 +161,8 @@ def late_by_turns(
     return [*order, *(one for one in late if one not in placed)]
 
 
-class LateLines(Lines):
+class LateLines:
     """Those that can be in time in the first line, and who is late in the second."""
-
-    look_every = LATE_INTERVAL
 
     def __init__(self, target: TtftTarget):
         self._target = target
@@ -172,10 +172,6 @@ class LateLines(Lines):
         self._target.begin_step()
         if first is None or not self.is_second(first):
             self._target.nobody_is_late()
-
-    def measured_alone(self) -> None:
-        """The same."""
-        self._target.begin_step()
 
     def is_second(self, entry: QueueEntry) -> bool:
         """Whether it is late."""
@@ -209,10 +205,6 @@ class LateLines(Lines):
             mixed += late_by_turns(*parts, self._target.since_late(priority), follows)
         return mixed
 
-    def version(self) -> Hashable:
-        """It changes with who is late, and whose turn it is."""
-        return self._target.late_before, self._target.admissions
-
 
 class TtftHooks(DecodeHooks):
     """The target in the core's events. queue: of transfers, which knows the scheduler."""
@@ -224,15 +216,14 @@ class TtftHooks(DecodeHooks):
     def of(cls, queue: Any) -> TtftHooks | None:
         """Of a worker with a target."""
         queue.ttft_target = target = TtftTarget.of(queue.scheduler.server_args)
-        return None if target is None else cls(target, queue)
+        if target is None:
+            return None
+        queue.policy.late = LateLines(target)
+        return cls(target, queue)
 
     def measured(self) -> Measured:
         """Who is late by the first rank's clock."""
         return self.target
-
-    def lines(self) -> LateLines:
-        """Of those in time, and of those that are late."""
-        return LateLines(self.target)
 
     def entered(self, entry: QueueEntry) -> None:
         """It is in time."""

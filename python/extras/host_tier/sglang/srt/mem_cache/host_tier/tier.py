@@ -185,6 +185,7 @@ class HostTier(tier.Tier):
     # ---- ends ----
 
     def release_device(self) -> bool:
+        """See `Saves.release_device`."""
         return self.saves.release_device()
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, reserve
+from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.known_prefixes import note_known
 from sglang.srt.mem_cache.kv_event_namespaces import record_store
 from sglang.srt.mem_cache.node_saves import SavingTree
@@ -230,9 +230,13 @@ class PegaFlowTree(SavingTree, Tier):
         self.fenced += [*self.prefetches.let_go(), *self.saves.let_go()]
 
     def keep_fenced(self) -> None:
-        """Take what the server may still read or write out of an allocator that has been cleared, until it is done."""
-        if self.fenced:
-            reserve(self.token_to_kv_pool_allocator, torch.cat([one.slots for one in self.fenced]))
+        """Take what the server may still read or write out of what a flush has freed, until it is done."""
+        if not self.fenced:
+            return
+        pool = self.token_to_kv_pool_allocator
+        pages = torch.cat([one.slots for one in self.fenced]) // pool.page_size
+        pool.free_pages = pool.free_pages[~torch.isin(pool.free_pages, pages)]
+        pool.release_pages = pool.release_pages[~torch.isin(pool.release_pages, pages)]
 
 
 class PegaFlowRadixCache(PegaFlowTree):
