@@ -16,7 +16,12 @@ from test_overlap_guard import CODE
 # With states, so few slots that requests wait for one. With windows (tokens of one, of their pool), longer and shorter
 # than most prompts, and so few that requests wait for one and are retracted.
 @pytest.mark.parametrize(
-    ("page_size", "states", "windows"), [(4, 3, None), (1, None, (5, 48)), (4, None, (6, 20)), (16, None, (20, 80))]
+    ("page_size", "states", "windows"),
+    [
+        (4, 3, None),
+        (4, None, (6, 20)),
+        *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in [(1, None, (5, 48)), (16, None, (20, 80))]),
+    ],
 )
 def test_invariants_hold_in_every_life(page_size, states, windows):
     test_life_of_a_request.test_invariants_hold_in_every_life(page_size, states=states, windows=windows)

@@ -70,8 +70,10 @@ class LossyPlay(Play):
             self.loop.kv.k_buffer[0][page * page_size : (page + 1) * page_size] = -1
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("page_size", "overlap"),
+    [(4, True), (1, False), *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in [(1, True), (4, False)])],
+)
 def test_every_life_with_prefills_that_are_lost(page_size, overlap):
     """I1 to I8 after each step of the real loop; every answer is the model's; nothing hangs and nothing leaks."""
     computed = lost = 0

@@ -394,7 +394,9 @@ class LossyServedPlay(ServedPlay, LossyPlay):
 
 
 # ``updates``: the worker leaves its server with the first.
-@pytest.mark.parametrize("page_size, updates", [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    "page_size, updates", [pytest.param(1, False, marks=pytest.mark.thorough), (4, False), (4, True)]
+)
 @overlaps
 def test_every_life_with_loads_and_prompts_that_are_computed_here(page_size, overlap, updates):
     """I1 to I8 after each step of the real loop; every answer is the model's; what is loaded is what was saved."""
@@ -417,7 +419,7 @@ def test_every_life_with_loads_and_prompts_that_are_computed_here(page_size, ove
     assert computed and loaded and asked
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_every_life_with_loads_and_prefills_that_are_lost(page_size):
     computed = lost = 0
 

@@ -302,7 +302,7 @@ def test_what_pairs_of_prompts_that_wait_cost(test, page):
     test(page, True)
 
 
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_what_is_known_of_pairs_is_what_a_comparison_would_find(page):
     test_prefix_watch.test_what_is_known_of_prompts_that_wait_is_what_a_comparison_would_find(page, True)
 
