@@ -14,8 +14,9 @@ from mooncake_master import Master
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     """Skips where Mooncake is not installed."""
     with mooncake_master.running(tmp_path_factory.mktemp("mooncake")) as started:
-        # Clients look for it for a while when it has gone, and as long to be closed: the process ends at once.
         yield started
+        # Before the master goes, or each looks for it for a while.
+        storage_kinds.close_clients()
 
 
 @pytest.fixture(params=storage_kinds.KINDS)
