@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import host_server
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,10 +31,6 @@ from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_local_prefill_lost import LossyPlay, LossyRankPlay
 from test_overlap_guard import Play, actions, lives_on_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-import host_server  # noqa: E402
 
 PAGE = 4
 # Debt that whatever is loaded would exceed.
