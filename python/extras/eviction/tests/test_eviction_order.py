@@ -78,7 +78,7 @@ def test_the_next_is_what_a_look_at_all_would_find(steps):
         assert all(leaf in order for leaf in leaves)
 
 
-@pytest.mark.parametrize("queued", [64, 256])
+@pytest.mark.parametrize("queued", [64, 128])
 def test_evicting_what_is_waited_for_looks_at_few_leaves(queued):
     """It looked at all of them for each one that it evicted: 150 ms of a step with 3000 requests in the queue."""
     world = World(size=16 * queued + 64, page_size=4, max_reqs=queued + 8)

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.host_tier.storage_backends import PagesInFiles, PagesI
 
 KINDS = ["file", "mooncake"]
 SEGMENT = 64 * 1024**2
-_CLIENTS: dict[tuple[str, int], PagesInMooncake] = {}
+_CLIENTS: dict[str, PagesInMooncake] = {}
 
 
 def opened(kind: str, folder: Path | str, page_bytes: int) -> PageStorage:
@@ -24,9 +24,11 @@ def opened(kind: str, folder: Path | str, page_bytes: int) -> PageStorage:
     name, *master = kind.split()
     if name == "file":
         return PagesInFiles(Path(folder).parent, Path(folder).name, page_bytes)
-    # To start a client takes a while: of those of one process all have one.
-    one = copy.copy(_client(master[0], page_bytes))
-    one.corrupt, one.folder = 0, hashlib.sha256(str(folder).encode()).hexdigest()
+    # To start and to close a client takes seconds: all of this process have one.
+    if master[0] not in _CLIENTS:
+        _CLIENTS[master[0]] = client(master[0], page_bytes)
+    one = copy.copy(_CLIENTS[master[0]])
+    PageStorage.__init__(one, hashlib.sha256(str(folder).encode()).hexdigest(), page_bytes)
     return one
 
 
@@ -41,12 +43,6 @@ def client(address: str, page_bytes: int, given: int = SEGMENT, folder: str = "u
         "global_segment_size": given,
     }
     return PagesInMooncake(folder, page_bytes, options, 1)
-
-
-def _client(address: str, page_bytes: int) -> PagesInMooncake:
-    if (address, page_bytes) not in _CLIENTS:
-        _CLIENTS[address, page_bytes] = client(address, page_bytes)
-    return _CLIENTS[address, page_bytes]
 
 
 def close_clients() -> None:

@@ -51,7 +51,7 @@ class OverheardTier:
 HEARD: list[tuple[int, int, int]] = []
 
 
-@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, 3)])
+@pytest.mark.parametrize(("page_size", "states"), [pytest.param(1, None, marks=pytest.mark.thorough), (4, 3)])
 def test_by_events_both_media_are_known_in_every_life_with_a_host_tier(page_size, states):
     machine = type("Overheard", (OverheardTier, HostLife), {"page_size": page_size, "states": states})
     HEARD.clear()

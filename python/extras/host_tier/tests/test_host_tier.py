@@ -122,7 +122,10 @@ class HostLife(Life):
 LIVES: list[tuple[int, int]] = []
 
 
-@pytest.mark.parametrize(("page_size", "states"), [(1, None), (4, None), (16, None), (4, 16)])
+@pytest.mark.parametrize(
+    ("page_size", "states"),
+    [(1, None), (4, 16), *(pytest.param(size, None, marks=pytest.mark.thorough) for size in (4, 16))],
+)
 def test_invariants_hold_in_every_life_with_a_host_tier(page_size, states):
     machine = type("HostLife", (HostLife,), {"page_size": page_size, "states": states})
     LIVES.clear()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import mooncake_master
 import pytest
 import storage_kinds
 import torch
+from ranks import CONTEXT
 from sglang.srt import server_args
 from sglang.srt.mem_cache.host_tier import tier
 from sglang.srt.mem_cache.host_tier.storage_backends import PagesInFiles, open_storage
@@ -40,19 +41,18 @@ def test_pages_come_back_under_their_names_alone(kind, tmp_path):
     assert not ranks[0].corrupt and not ranks[1].corrupt
 
 
+def killed_in_a_page(folder: Path) -> None:
+    files = PagesInFiles(folder, "rank", 1 << 20)
+    files.set("whole", torch.ones(1 << 20, dtype=torch.uint8))
+    os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    files.set("half", torch.ones(1 << 20, dtype=torch.uint8))
+
+
 def test_a_worker_that_is_killed_while_it_writes_leaves_nothing_under_a_name(tmp_path):
-    """In a process of its own, which ends in the middle of a page."""
-    script = f"""
-import os, pathlib, signal
-import torch
-from sglang.srt.mem_cache.host_tier.storage_backends import PagesInFiles
-files = PagesInFiles(pathlib.Path({str(tmp_path)!r}), "rank", 1 << 20)
-files.set("whole", torch.ones(1 << 20, dtype=torch.uint8))
-os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-files.set("half", torch.ones(1 << 20, dtype=torch.uint8))
-"""
-    done = subprocess.run([sys.executable, "-c", script], timeout=100)
-    assert done.returncode == -signal.SIGKILL
+    worker = CONTEXT.Process(target=killed_in_a_page, args=(tmp_path,), daemon=True)
+    worker.start()
+    worker.join(100)
+    assert worker.exitcode == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "rank").glob("*.bin")] == ["whole.bin"]
     files = PagesInFiles(tmp_path, "rank", 1 << 20)
     assert files.exists("whole") and not files.exists("half")

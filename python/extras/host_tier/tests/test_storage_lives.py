@@ -115,7 +115,7 @@ class StorageLife(HostLife):
 
 @pytest.mark.parametrize(
     ("name", "page_size", "states", "lives"),
-    [("file", 1, None, 30), ("file", 4, 16, 30), ("mooncake", 4, None, 10)],
+    [pytest.param("file", 1, None, 30, marks=pytest.mark.thorough), ("file", 4, 16, 20), ("mooncake", 4, None, 10)],
 )
 def test_invariants_hold_in_every_life_with_a_storage(name, page_size, states, lives, monkeypatch, request):
     monkeypatch.setattr(storage_fetches, "read_pages", page_by_page)

@@ -201,7 +201,7 @@ FOLLOWED = [("arrive", 0), ("arrive", 4), ("read", 2), ("step", 0), ("step", 0),
 SCRIPTS = st.lists(st.tuples(st.sampled_from(EVENTS), WHICH), min_size=10, max_size=60)
 
 
-@pytest.mark.parametrize("host", [48, 64, 256])
+@pytest.mark.parametrize("host", [48, pytest.param(64, marks=pytest.mark.thorough), 256])
 def test_invariants_hold_whatever_comes_while_prompts_are_read(world, tmp_path, monkeypatch, host):
     one, followed, close = world(), [], Fetch.close
     for prompt in PROMPTS:

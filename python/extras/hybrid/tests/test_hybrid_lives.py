@@ -16,7 +16,12 @@ from test_overlap_guard import CODE
 # With states, so few slots that requests wait for one. With windows (tokens of one, of their pool), longer and shorter
 # than most prompts, and so few that requests wait for one and are retracted.
 @pytest.mark.parametrize(
-    ("page_size", "states", "windows"), [(4, 3, None), (1, None, (5, 48)), (4, None, (6, 20)), (16, None, (20, 80))]
+    ("page_size", "states", "windows"),
+    [
+        (4, 3, None),
+        (4, None, (6, 20)),
+        *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in [(1, None, (5, 48)), (16, None, (20, 80))]),
+    ],
 )
 def test_invariants_hold_in_every_life(page_size, states, windows):
     test_life_of_a_request.test_invariants_hold_in_every_life(page_size, states=states, windows=windows)
@@ -48,26 +53,8 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
     """Trap 28, of a state: there is one slot, and a step in flight writes to it once more."""
 
     def play() -> Loop:
-        loop = Loop(size=64, page_size=4, states=1)
-        made: list[DecodeRequest] = []
-
-        def between() -> None:
-            if not made or (loop.told and len(made) == 1):
-                made.append(loop.arrive([1 + len(made)] * 6, max_new=3))
-                loop.handshake(made[-1])
-            for decode_req in loop.asked:
-                loop.complete(decode_req)
-            if len(loop.told) == 2 and loop.in_flight is None:
-                raise LoopEnds
-            assert loop.iterations < 50, "the loop does not come to an end"
-
-        try:
-            loop.run(between)
-        except AssertionError as error:
-            assert "a state with two writers" in str(error)
-        else:
-            loop.check_answers()
-        return loop
+        requests = ({"prompt": [token] * 6, "max_new": 3} for token in (1, 2))
+        return Loop(size=64, page_size=4, states=1).run_in_turn(*requests, wrong="a state with two writers")
 
     fenced = play()
     assert len(fenced.told) == 2
@@ -83,25 +70,8 @@ def test_the_window_of_a_request_that_has_ended_is_another_s_one_step_later(monk
 
     def play(max_new: int) -> Loop:
         loop = Loop(size=256, page_size=page_size, windows=(8, {1: 11, 4: 20}[page_size]), reserved=0)
-        made: list[DecodeRequest] = []
-
-        def between() -> None:
-            if not made or (loop.told and len(made) == 1):
-                made.append(loop.arrive([1 + len(made)] * 33, max_new=max_new + 4 * len(made)))
-                loop.handshake(made[-1])
-            for decode_req in loop.asked:
-                loop.complete(decode_req)
-            if len(loop.told) == 2 and loop.in_flight is None:
-                raise LoopEnds
-            assert loop.iterations < 80, "the loop does not come to an end"
-
-        try:
-            loop.run(between)
-        except AssertionError as error:
-            assert "a page of a window with two writers" in str(error)
-        else:
-            loop.check_answers()
-        return loop
+        requests = ({"prompt": [1 + n] * 33, "max_new": max_new + 4 * n} for n in range(2))
+        return loop.run_in_turn(*requests, wrong="a page of a window with two writers")
 
     # With some lengths what that step writes to is a page that is not taken.
     lengths = range(4, 14)

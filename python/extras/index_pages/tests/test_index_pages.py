@@ -81,7 +81,7 @@ class IndexWorld(World):
             assert self.kv.index(slot).equal(index_of(tokens[: n + 1], weights)), (n, slot)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [4, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 16))])
 def test_invariants_hold_in_every_life(page_size):
     """I1 to I4, with the index key of every token of every request and of the tree by content."""
     test_life_of_a_request.test_invariants_hold_in_every_life(page_size, world_type=IndexWorld)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
@@ -20,7 +19,7 @@ from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import release_kv_cache
 from test_every_state import BEFORE_COMMIT, Bench, arrived, has_failed, make_room, prefill_lost, time_runs_out
-from test_overlap_guard import Play, RankPlay, actions
+from test_overlap_guard import Play, RankPlay, actions, lives_on_ranks
 
 LOCAL = {"disaggregation_decode_local_prefill": "4"}
 # Short enough that most prompts are prefill's, and long enough for slices.
@@ -70,8 +69,10 @@ class LossyPlay(Play):
             self.loop.kv.k_buffer[0][page * page_size : (page + 1) * page_size] = -1
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("page_size", "overlap"),
+    [(4, True), (1, False), *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in [(1, True), (4, False)])],
+)
 def test_every_life_with_prefills_that_are_lost(page_size, overlap):
     """I1 to I8 after each step of the real loop; every answer is the model's; nothing hangs and nothing leaks."""
     computed = lost = 0
@@ -106,17 +107,7 @@ def on_ranks(rank: int, page_size: int, size: int, script: list[list[tuple]], la
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_tp_ranks_lose_the_same_in_the_same_steps(pair, page_size):
-    computed = 0
-
-    @given(script=scripts, size=st.sampled_from([32, 40]), lags=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
-    @settings(max_examples=10, deadline=None, phases=[HypothesisPhase.explicit, HypothesisPhase.generate])
-    def life(script, size, lags):
-        nonlocal computed
-        turns = assert_same(pair.run(on_ranks, page_size, size, script, lags))
-        computed += len(turns[-1][1])
-
-    life()
-    assert computed
+    assert any(turns[-1][1] for turns in lives_on_ranks(pair, on_ranks, page_size, 10, scripts))
 
 
 # ---- an error on one rank ----

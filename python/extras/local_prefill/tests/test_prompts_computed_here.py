@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
-from ranks import assert_same
 from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
@@ -26,7 +24,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.known_prefixes import is_plain
 from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.sampling.sampling_params import SamplingParams
-from test_overlap_guard import Play, RankPlay, scripts
+from test_overlap_guard import Play, RankPlay, lives_on_ranks, scripts
 from tokenizer_front import Manager, answers, body, until
 
 LOCAL = {"disaggregation_decode_local_prefill": "40"}
@@ -93,17 +91,7 @@ def on_ranks(rank: int, page_size: int, size: int, script: list[list[tuple]], la
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_tp_ranks_compute_the_same_in_the_same_steps(pair, page_size):
-    computed = 0
-
-    @given(script=scripts, size=st.sampled_from([32, 40]), lags=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
-    @settings(max_examples=12, deadline=None, phases=[HypothesisPhase.explicit, HypothesisPhase.generate])
-    def play(script, size, lags):
-        nonlocal computed
-        turns = assert_same(pair.run(on_ranks, page_size, size, script, lags))
-        computed += len(turns[-1][1])
-
-    play()
-    assert computed
+    assert any(turns[-1][1] for turns in lives_on_ranks(pair, on_ranks, page_size, 12))
 
 
 def played(

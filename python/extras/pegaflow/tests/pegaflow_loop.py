@@ -6,9 +6,7 @@ its pages, and a load writes its own, when it ends, which is the latest that a s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +17,7 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.mem_cache.page_names import first_hash, page_names
 from sglang.srt.mem_cache.pegaflow.session import Load, Lookup, Save
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-from slow_session import SlowSession  # noqa: E402
+from slow_session import SlowSession
 
 
 class KeptPages(SlowSession):

@@ -8,13 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import host_server
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-import host_server  # noqa: E402
-from kv_listener import Listener, names_in  # noqa: E402
-from waiting import until  # noqa: E402
+from kv_listener import Listener, names_in
+from waiting import until
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 

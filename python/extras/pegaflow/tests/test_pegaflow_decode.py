@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
-from pathlib import Path
 
+import host_server
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-import host_server  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 

@@ -6,7 +6,6 @@ Server, trees, pools and the reduction between the ranks are real; only the CUDA
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -16,18 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import host_server
 import pytest
+import small_engine
 import torch.distributed as dist
 from ranks import assert_same
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-import host_server  # noqa: E402
-import small_engine  # noqa: E402
-from sglang.srt.mem_cache.pegaflow import prefetches  # noqa: E402
-from sglang.srt.mem_cache.pegaflow import session as pegaflow_session  # noqa: E402
-from small_engine import SmallEngine  # noqa: E402
-from waiting import until  # noqa: E402
+from sglang.srt.mem_cache.pegaflow import prefetches
+from sglang.srt.mem_cache.pegaflow import session as pegaflow_session
+from small_engine import SmallEngine
+from waiting import until
 
 pytestmark = pytest.mark.skipif(host_server.missing() is not None, reason=str(host_server.missing()))
 

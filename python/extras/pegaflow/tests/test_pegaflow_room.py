@@ -5,9 +5,7 @@ The server is a stand-in whose saves and loads end when a test says so.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,10 +22,7 @@ from sglang.srt.mem_cache.pegaflow.room import live_on_scheduler
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache, PegaFlowRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-from slow_session import SlowSession  # noqa: E402
+from slow_session import SlowSession
 
 PAGE = 4
 

@@ -9,13 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import host_server
 import pytest
 
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "test" / "srt" / "pegaflow_host"))
-
-import host_server  # noqa: E402
 
 SHAPES = [ModelShape(), ModelShape(arch="mla")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,13 @@ class Chats(Play):
         self.commit(len(said))
 
 
-@pytest.mark.parametrize(("page_size", "local"), [(1, True), (4, True), (1, False), (4, False)])
-@pytest.mark.parametrize("overlap", [True, False])
+CELLS = [(1, True, True), (4, False, True), (4, True, False)]
+REST = sorted({*itertools.product([1, 4], [True, False], [True, False])} - {*CELLS})
+
+
+@pytest.mark.parametrize(
+    ("page_size", "local", "overlap"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in REST)]
+)
 def test_what_is_offered_is_there_and_stays(page_size: int, local: bool, overlap: bool):
     """After each step of the real loop, through aborts, failures, retraction and weight updates."""
     offers = 0

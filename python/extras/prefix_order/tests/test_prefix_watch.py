@@ -286,7 +286,7 @@ class Herd:
         return None if best is None else (best, most)
 
 
-@pytest.mark.parametrize(("page", "eagle"), [(1, False), (4, False)])
+@pytest.mark.parametrize(("page", "eagle"), [pytest.param(1, False, marks=pytest.mark.thorough), (4, False)])
 @given(st.data())
 def test_what_is_known_of_prompts_that_wait_is_what_a_comparison_would_find(page: int, eagle: bool, data):
     """Whatever comes into the tree and goes, and whoever leads."""

@@ -175,23 +175,8 @@ def test_several_slots_of_a_request_that_has_ended_are_in_use_one_step_later(mon
 
     def play() -> SpeculatingLoop:
         loop = SpeculatingLoop(True, True, size=48, page_size=page_size, reserved=0, watermark=0)
-        made: list = []
-
-        def between() -> None:
-            if not made or (loop.told and len(made) == 1):
-                made.append(loop.arrive([1, 2, 1, 1] if not made else [2] * 40, max_new=4))
-                loop.handshake(made[-1])
-            for decode_req in loop.asked:
-                loop.complete(decode_req)
-            if len(loop.told) == 2 and loop.in_flight is None:
-                raise LoopEnds
-            assert loop.iterations < 60, "the loop does not come to an end"
-
-        try:
-            loop.run(between)
-        except AssertionError as error:
-            assert "two writers" in str(error)
-        return loop
+        requests = ({"prompt": prompt, "max_new": 4} for prompt in ([1, 2, 1, 1], [2] * 40))
+        return loop.run_in_turn(*requests, wrong="two writers")
 
     sound = play()
     assert not sound.wrong and len(sound.told) == 2
@@ -302,7 +287,7 @@ def test_what_pairs_of_prompts_that_wait_cost(test, page):
     test(page, True)
 
 
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_what_is_known_of_pairs_is_what_a_comparison_would_find(page):
     test_prefix_watch.test_what_is_known_of_prompts_that_wait_is_what_a_comparison_would_find(page, True)
 

@@ -3,25 +3,24 @@ until a test of another cluster comes."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import mooncake_master
 import pytest
+from forked import Parents
 from pd import FLAG, LOCAL, ask, base_prompt, conversations, hit_lengths
 
 from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host
-from sglang_pd_radix.tools.cluster import Cluster
+from sglang_pd_radix.tools.cluster import Cluster, process
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 COMMON = ["--enable-metrics", "--max-total-tokens", "16384", "--max-running-requests", "16"]
-
-# Servers that tests start with a command of ours, and those with a path of their own, start their processes as ever.
-FORKS = [str(Path(__file__).parent / "forks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-FORKED = {} if cpu_host.has_cuda_driver() else {"PYTHONPATH": os.pathsep.join(FORKS)}
+# On a host without a GPU: with one environment, one process forks the workers of all clusters. That nothing is compiled
+# at its first call, a worker otherwise tells its processes before they import the engine. Servers that tests start with
+# a command of ours start their processes as ever.
+ALIKE = {"OMP_NUM_THREADS": "1", "MC_FORCE_TCP": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 BACKENDS = ["nixl", "mooncake"]
 # `make test` has to end within 15 minutes on two cores, installation included. What it leaves out for that, `make
@@ -50,6 +49,8 @@ THOROUGH = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    # One after the other: they have the same cluster, of six workers.
+    items.sort(key=lambda item: item.path.name not in ("test_oracle.py", "test_local_prefill.py"))
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if any(item.path.name == name and cell.items() <= params.items() for name, cell in THOROUGH):
@@ -91,15 +92,15 @@ class Clusters:
             self.count += 1
             common = COMMON + options.pop("common_args", [])
             logs = self.log_root / str(self.count)
-            env = FORKED | options.pop("env", {})
-            self.cluster = Cluster(model, common_args=common, log_dir=logs, timeout_s=280, env=env, **options)
+            self.cluster = Cluster(model, common_args=common, log_dir=logs, timeout_s=280, **options)
             self.cluster.start()
             self.key = key
         return self.cluster
 
     def stop(self) -> None:
         if self.cluster is not None:
-            self.cluster.stop()
+            # A worker looks every 5 seconds whether it shall end.
+            self.cluster.stop(grace_s=0.0)
         self.cluster = self.key = None
 
 
@@ -118,9 +119,15 @@ def shareable():
 
 @pytest.fixture(scope="session")
 def clusters(tmp_path_factory):
-    held = Clusters(tmp_path_factory.mktemp("logs"))
-    yield held
-    held.stop()
+    held, parents = Clusters(tmp_path_factory.mktemp("logs")), Parents()
+    with pytest.MonkeyPatch.context() as patched:
+        if not cpu_host.has_cuda_driver():
+            patched.setattr(process, "subprocess", parents)
+            for variable, value in ALIKE.items():
+                patched.setenv(variable, value)
+        yield held
+        held.stop()
+    parents.end()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 # Not set at all, it leaves out of `SchedulerReqTimeStats` what is tested here.
 os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
-
+# As in a worker on a CPU host: it says so before its processes import the engine.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import end_of_a_run
 import pytest

@@ -1,9 +1,7 @@
 """Torch and the tree, instrumented: what a scheduler step does is counted, by whose code does it.
 
-    python test/srt/core/unit/instrumented.py off|on
-
-prints what each step of a real scheduler did in each state of `benchmark/step_costs.py`. On a CPU host nothing waits:
-counted are the calls that would wait if tensors lay on a device. What is in host memory on any machine does not count.
+On a CPU host nothing waits: counted are the calls that would wait if tensors lay on a device. What is in host memory on
+any machine does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import collections
 import contextlib
 import functools
 import json
-import subprocess
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ranks import CONTEXT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ENGINE = sysconfig.get_paths()["purelib"] + "/sglang/"
@@ -158,16 +157,27 @@ class Meter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts(side: str) -> dict[str, list]:
-    """What each step of each state of `benchmark/step_costs.py` does, counted in another process."""
-    said = subprocess.run([sys.executable, __file__, side], capture_output=True, text=True, timeout=600)
-    assert said.returncode == 0, said.stderr[-3000:]
-    return dict(json.loads(text[7:]) for text in said.stdout.splitlines() if text.startswith("RESULT "))
+def counts(side: str, told: Path) -> dict[str, list]:
+    """What each step of each state of `benchmark/step_costs.py` does, counted in another process.
+
+    told: where that writes.
+    """
+    process = CONTEXT.Process(target=_count, args=(side, told), daemon=True)
+    process.start()
+    process.join(300)
+    said = told.read_text()
+    assert process.exitcode == 0, said[-3000:]
+    return dict(json.loads(text[7:]) for text in said.splitlines() if text.startswith("RESULT "))
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[4] / "benchmark"))
+def _count(side: str, told: Path) -> None:
+    with told.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     import step_costs
+
+    # As long as is needed to tell a whole prompt from the part of it that is not held.
+    step_costs.HELD = WHOLE + 2000
 
     def count(worker: step_costs.StepWorker, state: step_costs.State) -> list:
         meter = Meter(worker.queue.metadata_buffers)
@@ -175,4 +185,6 @@ if __name__ == "__main__":
             worker.play(state, meter.begin, meter.end)
         return meter.steps
 
-    step_costs.tell(sys.argv[1], step_costs.STATES, count)
+    # There is no path without the flag, so turns on it are all alike.
+    names = [name for name in step_costs.STATES if side == "on" or name != "late turns"]
+    step_costs.tell(side, names, count)

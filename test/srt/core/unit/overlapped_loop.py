@@ -231,6 +231,28 @@ class Loop(World):
         with contextlib.suppress(LoopEnds):
             loop()
 
+    def run_in_turn(self, *requests: dict[str, Any], wrong: str) -> Loop:
+        """Requests, each when the one before is answered. What is found has ``wrong`` in it, or answers are right."""
+        made: list[Any] = []
+
+        def between() -> None:
+            if len(self.told) == len(made) < len(requests):
+                made.append(self.arrive(**requests[len(made)]))
+                self.handshake(made[-1])
+            for decode_req in self.asked:
+                self.complete(decode_req)
+            if len(self.told) == len(requests) and self.in_flight is None:
+                raise LoopEnds
+            assert self.iterations < 80, "the loop does not come to an end"
+
+        try:
+            self.run(between)
+        except AssertionError as error:
+            assert wrong in str(error)
+        else:
+            self.check_answers()
+        return self
+
     def between_steps(self) -> None:
         self.iterations += 1
         # All but the last step have been processed, which is later than their end.

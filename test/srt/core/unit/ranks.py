@@ -14,6 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# Its processes are forked from one that has imported the engine.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["sglang.srt.managers.scheduler"])
+
 
 class Pair:
     """Two processes that run the same scenario as ranks 0 and 1 of a group. Started once, since that takes long."""
@@ -34,14 +38,11 @@ class Pair:
             raise
 
     def _start(self) -> None:
-        # Which imports the engine once for both.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["sglang.srt.managers.scheduler"])
         self.starts += 1
         store = self.folder / f"store{self.starts}"
         for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, str(store), theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_rank_main, args=(rank, str(store), theirs), daemon=True)
             process.start()
             self.ranks.append(process)
             self.pipes.append(ours)

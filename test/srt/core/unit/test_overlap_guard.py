@@ -175,20 +175,25 @@ def overlapped(rank: int, page_size: int, size: int, script: list[list[tuple]], 
     return play.turns
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_tp_ranks_overlap_their_steps_alike(pair, page_size):
-    """I1 to I8 after each step on both, and both do the same in each: what arrives late, or fails on one, included."""
-    behind = 0
+def lives_on_ranks(pair, scenario, page_size: int, lives: int, scripts=scripts) -> list[list[tuple]]:
+    """The turns of each life on two ranks, which do the same in each."""
+    found = []
 
     # A rank that has raised leaves the other in a collective: not something to look for a smaller case with.
     @given(script=scripts, size=st.sampled_from([32, 40]), lags=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
-    @settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=lives, deadline=None, phases=[Phase.explicit, Phase.generate])
     def play(script, size, lags):
-        nonlocal behind
-        turns = assert_same(pair.run(overlapped, page_size, size, script, lags))
-        behind += sum(bool(asked and running) for asked, running, *_ in turns)
+        found.append(assert_same(pair.run(scenario, page_size, size, script, lags)))
 
     play()
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_tp_ranks_overlap_their_steps_alike(pair, page_size):
+    """I1 to I8 after each step on both, and both do the same in each: what arrives late, or fails on one, included."""
+    lives = lives_on_ranks(pair, overlapped, page_size, 20)
+    behind = sum(bool(asked and running) for turns in lives for asked, running, *_ in turns)
     assert behind, "nobody was admitted beside a running batch"
 
 

@@ -11,7 +11,7 @@ from decode_world import World
 from instrumented import Meter, counts
 from ranks import assert_same
 
-# To start four processes that import the engine takes long on a busy machine.
+# To start processes that import the engine takes long on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 Steps = list[dict[str, dict[str, int]]]
 TOUCHES = ("waits", "copies", "launches", "collectives", "walks")
@@ -25,10 +25,11 @@ CALLS = 8
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, dict[str, Steps]]:
+def counted(tmp_path_factory) -> dict[str, dict[str, Steps]]:
     """What each step did in each state, with the flag off and on: two processes, each with a real scheduler."""
+    sides = {side: tmp_path_factory.mktemp("counted") / side for side in ("off", "on")}
     with ThreadPoolExecutor(2) as threads:
-        return dict(zip(("off", "on"), threads.map(counts, ("off", "on")), strict=True))
+        return dict(zip(sides, threads.map(counts, sides, sides.values()), strict=True))
 
 
 def seen(steps: Steps, kind: str, owner: str = "", part: str = "") -> list[int]:
@@ -43,7 +44,7 @@ def told(steps: Steps, kind: str, owner: str = "") -> str:
     return "\n".join([f"{kind}: {seen(steps, kind, owner)}", *(f"{most[what]:5} {what}" for what in places)])
 
 
-@pytest.mark.parametrize("state", [*UNCHANGED, *CHANGING])
+@pytest.mark.parametrize("state", [*UNCHANGED, *CHANGING[:-1]])
 def test_without_the_flag_nothing_of_ours_touches_the_device(counted, state):
     """Also while requests end and others are admitted behind a step in flight."""
     for kind in TOUCHES:
@@ -90,7 +91,7 @@ def test_an_admission_is_no_more_than_the_engines(counted, state):
 @pytest.mark.parametrize(
     ("state", "kind", "part", "most"),
     [
-        # Of 24 prompts of 54,500 tokens, most of which decode holds, there was a list, and a tensor of the device.
+        # Of 24 prompts of 16,500 tokens, most of which decode holds, there was a list, and a tensor of the device.
         ("together", "flattened", "", 0),
         # All are committed in one step, and all end in another.
         ("together", "walks", "", TOGETHER),

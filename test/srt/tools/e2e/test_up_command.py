@@ -97,8 +97,10 @@ def shown(line, *more):
     return json.loads(done.stdout)
 
 
-def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
-    process = start_up(model, tmp_path, "--backend", backend, "--page-size", "16", "--restart")
+@pytest.mark.parametrize("crashes", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path, crashes):
+    """crashes: a worker, which is started again."""
+    process = start_up(model, tmp_path, "--backend", backend, "--page-size", "16", *["--restart"][:crashes])
     try:
         document = described(process, tmp_path)
         assert document["model"] == str(model) and document["backend"] == backend
@@ -141,24 +143,26 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path):
         time.sleep(max(0.0, asked_at + 7 - time.monotonic()))
         assert asked_over(idle) == 200 and idle.sock is socket
 
-        killed = roles["decode"]["pid"]
-        os.kill(killed, signal.SIGKILL)
-        roles = {entry["role"]: entry for entry in described(process, tmp_path, without(killed))["processes"]}
-        assert roles["decode"]["url"].endswith(f":{info['port']}")
-        assert shown(ask.replace("curl ", "curl --fail --retry 20 --retry-all-errors ", 1))["choices"]
+        if crashes:
+            killed = roles["decode"]["pid"]
+            os.kill(killed, signal.SIGKILL)
+            roles = {entry["role"]: entry for entry in described(process, tmp_path, without(killed))["processes"]}
+            assert roles["decode"]["url"].endswith(f":{info['port']}")
+            assert shown(ask.replace("curl ", "curl --fail --retry 20 --retry-all-errors ", 1))["choices"]
 
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 0, err
-    assert out == "" and "decode-0 was killed by SIGKILL" in err
+    assert out == "" and ("decode-0 was killed by SIGKILL" in err) == crashes
     # Phases are read off the logs now and then; a quick start-up shows few of them.
     for name in ("prefill-0", "decode-0"):
         assert f"{name}: starting" in err and f"{name}: ready after" in err
     assert processes_of(tmp_path / "logs") == []
 
 
+@pytest.mark.thorough  # By stand-ins, test_up.py has it.
 def test_refused_option_is_shown_with_its_reason(model, tmp_path):
     process = start_up(model, tmp_path, "--decode-args", "--load-balance-method nonsense")
     _, err = process.communicate(timeout=240)
@@ -168,6 +172,7 @@ def test_refused_option_is_shown_with_its_reason(model, tmp_path):
     assert processes_of(tmp_path / "logs") == []
 
 
+@pytest.mark.thorough  # test_mooncake_host.py has what is said.
 def test_missing_mooncake_library_is_explained(model, tmp_path, monkeypatch):
     """The servers find a Mooncake that does not load, as on a host without its system libraries."""
     package = tmp_path / "path" / "mooncake"

@@ -152,6 +152,7 @@ def test_what_is_wrong_is_found(
     assert "WRONG: " in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_what_a_flush_makes_good_is_looked_at_before(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     """The replays after a storm flush every worker, and what the storm has lost was gone before anybody looked."""
     monkeypatch.setenv("FAKE_DECODE", "loses")
@@ -163,6 +164,7 @@ def test_what_a_flush_makes_good_is_looked_at_before(tmp_path: Path, stand_ins: 
     )
 
 
+@pytest.mark.thorough
 def test_no_answer_goes_unjudged(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     """Nor does it that the gateway does not find its workers again."""
     judged: list[chaos.Clients] = []
@@ -212,6 +214,7 @@ def test_a_storm_in_which_requests_fail_fast_and_one_tree_is_not_used(
     assert capsys.readouterr().out.count("FAILED: ") == 2
 
 
+@pytest.mark.thorough
 def test_answers_that_are_wrong_in_calm_too(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     """What the deployment itself says in calm is not the measure."""
     monkeypatch.setenv("FAKE_ROUTER", "lies")
@@ -260,6 +263,7 @@ def test_words_that_come_late_and_what_is_not_undone(tmp_path: Path, stand_ins: 
     assert "was told nothing within 0 s" in found or "whole after 0 s" in found
 
 
+@pytest.mark.thorough
 def test_requests_that_fail_in_calm(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAKE_ROUTER", "fails")
     monkeypatch.setenv("FAKE_AFTER", "20")

@@ -51,6 +51,7 @@ def test_without_its_folder_everything_else_imports(name, tmp_path):
     assert done.stdout.split() == [str(python), *others], done.stderr[-3000:]
 
 
+@pytest.mark.thorough  # By default, test_without_extras.py starts such workers.
 def test_with_none_a_worker_imports_and_takes_no_option_of_theirs():
     options = ["--model-path", "m", "--load-balance-method", "longest_prefix"]
     code = f"{EVERYTHING}\nfrom sglang.srt.server_args import prepare_server_args\nprepare_server_args({options})"

@@ -17,6 +17,7 @@ from sglang_pd_radix.supplied.cpu_host import linear_attention, mamba2
 from sglang_pd_radix.supplied.cpu_host.attention import extend
 
 
+@pytest.mark.thorough  # It imports the engine once more.
 def test_it_is_what_the_engines_kernels_compute():
     env = {**os.environ, "TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
     script = Path(__file__).with_name("on_triton.py")

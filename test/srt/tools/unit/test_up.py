@@ -14,6 +14,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import host_server
 import psutil
 import pytest
 from sglang.srt import server_args
@@ -42,10 +43,6 @@ from sglang_pd_radix.tools.cluster import (
 )
 from sglang_pd_radix.tools.cluster.options import connectable
 from sglang_pd_radix.tools.cluster.startup import Startup
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "pegaflow_host"))
-
-import host_server  # noqa: E402
 
 PACKAGE_ROOT = str(Path(up.__file__).resolve().parents[2])
 

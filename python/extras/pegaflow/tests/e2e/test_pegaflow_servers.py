@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import host_server
 import pytest
 import requests
 from e2e_fixtures import aggregated_answers
 from pd import FLAG, LOCAL, TP2, Pair, ask, check_idle, conversations, counter, log_of, pools, wait_idle, words
 from test_local_prefill import REQUESTS, SENT
 
-sys.path.insert(0, str(Path(__file__).parents[5] / "test" / "srt" / "pegaflow_host"))
-
-import host_server  # noqa: E402
-
-from sglang_pd_radix.tools.make_model import ModelShape, make_model  # noqa: E402
+from sglang_pd_radix.tools.make_model import ModelShape, make_model
 
 pytestmark = [
     pytest.mark.thorough,
