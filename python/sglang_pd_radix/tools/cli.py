@@ -36,7 +36,7 @@ GROUPS = {
     "operate": {
         "up": "start prefill workers, decode workers and the router",
         "top": "show workers and requests of a deployment as they are now",
-        "trace": "print when what happened to a request",
+        "trace": "print the times of a request's stages",
         "drain": "take a worker out of service without losing a request",
         "join": "have a gateway take a worker in once it is ready",
         "dashboard": "print the Grafana dashboard, or for Prometheus its configuration and alerting rules",

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for what it has, seconds (default: 300)"
     )
-    parser.add_argument("--pid", type=int, metavar="PID", help="end this process of this host then, and wait for it")
+    parser.add_argument("--pid", type=int, metavar="PID", help="then end this process on this host, and wait for it")
 
 
 def run(args: argparse.Namespace) -> int:

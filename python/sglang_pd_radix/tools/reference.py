@@ -54,7 +54,7 @@ VARIABLES = (
         "SGLANG_PD_RADIX_EXTRAS",
         "all that are there",
         "all",
-        "extras to load: names with commas between, or none; `pd-radix doctor` lists them ([deploy](deploy.md#extras))",
+        "extras to load: comma-separated names, or none; `pd-radix doctor` lists them ([deploy](deploy.md#extras))",
     ),
     Variable(
         "SGLANG_PD_RADIX_API_KEY",
@@ -88,22 +88,22 @@ VARIABLES = (
         "SGLANG_DISAGGREGATION_COMPARE_PROMPTS",
         "0",
         "prefill, decode with the flag",
-        "1: prefill rejects a request whose tokens differ from decode's, and decode keeps nothing of one with other "
-        "images; 0: only lengths are compared. Decode's counts; set on prefill too, its tokenizer process makes "
+        "1: prefill rejects a request whose tokens differ from decode's, and decode keeps no KV if only images differ; "
+        "0: only lengths are compared. Decode's value counts; if prefill has it too, its tokenizer process computes "
         "the digests ([why](protocol.md#prompts-that-differ))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT",
         "300 on decode with the flag",
         "prefill, decode",
-        "seconds for running requests after SIGTERM; 0, the default of all other workers: the engine's SIGTERM "
+        "seconds for running requests after SIGTERM; 0, the default on all other workers: the engine's SIGTERM "
         "([upgrade](upgrade.md#sigterm))",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_GATEWAYS",
         "none",
         "prefill, decode; those that drain",
-        "URLs of gateways (smg), with commas between, that remove the worker first at SIGTERM "
+        "comma-separated URLs of gateways (smg) that remove the worker first at SIGTERM "
         "([upgrade](upgrade.md#sigterm))",
     ),
     Variable(
@@ -134,9 +134,7 @@ VARIABLES = (
 
 #: Of the engine, and of libraries, where this package gives them a meaning of its own or asks to set them.
 ENGINE_VARIABLES = (
-    Variable(
-        "SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat", "all", "a route of requests, which a draining worker rejects too"
-    ),
+    Variable("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat", "all", "a request route; a draining worker rejects it too"),
     Variable("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate", "all", "the same"),
     Variable(
         "SGLANG_TIMEOUT_KEEP_ALIVE",
@@ -149,14 +147,14 @@ ENGINE_VARIABLES = (
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
         "300",
         "decode, prefill",
-        "seconds from decode's request for KV until the request fails on the worker that reads this. Decode keeps "
-        "pages of a failed request for the larger value of both, unless prefill reports that it writes no more",
+        "seconds from decode's request for KV until the request fails on this worker. Decode keeps pages of a failed "
+        "request for the larger value of both workers, unless prefill reports that it writes no more",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
         "300",
         "prefill, decode",
-        "on prefill, seconds until a request that no decode worker has named fails; on decode with the flag, of a "
+        "seconds: on prefill until a request that no decode worker has named fails, on decode with the flag for a "
         "handshake. Decode names waiting requests every quarter of the smaller value ([how short it may "
         "be](troubleshooting.md#how-soon-a-failure-is-reported))",
     ),
@@ -164,8 +162,8 @@ ENGINE_VARIABLES = (
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL",
         "5.0",
         "prefill, decode",
-        "on decode, seconds between health checks of a prefill; on both, times the next row, plus 2 s, the time-out of "
-        "ZeroMQ's heartbeats",
+        "on decode, seconds between health checks of a prefill; on both, this times the next row plus 2 s is the "
+        "time-out of ZeroMQ's heartbeats",
     ),
     Variable(
         "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
@@ -258,7 +256,7 @@ ROUTES = {
     "/sample_rooms": (
         "POST",
         "decode",
-        "the samples of a prompt have rooms of their own ([protocol](protocol.md#samples-of-a-prompt))",
+        "each sample of a prompt has its own room ([protocol](protocol.md#samples-of-a-prompt))",
     ),
 }
 
@@ -294,9 +292,9 @@ STATUSES = (
 #: Of `GET /server_info`, under `internal_states[i].kv_pool`.
 POOL_FIELDS = {
     "dp_rank": "DP rank, if there are several, in the order of their answers",
-    "size": "tokens of the KV pool; with sliding windows of the full pool, as the next three. These four and "
-    "`used_peak` only where one pool has all KV: not on prefill with a hierarchical cache, for hybrid models or "
-    "windows, nor on decode with windows without the flag",
+    "size": "tokens of the KV pool; with sliding windows, of the full pool, like the next three. Like these and "
+    "`used_peak`, missing on prefill with a hierarchical cache, hybrid models or windows, and on decode with windows "
+    "without the flag",
     "available": "free tokens",
     "evictable": "tokens in the tree that no request holds",
     "protected": "tokens in the tree that requests hold",
@@ -306,8 +304,7 @@ POOL_FIELDS = {
     "oldest": "the five oldest: rid, state, seconds, prompt_tokens, decode_prefix (tokens that decode held), "
     "output_tokens",
     "used_peak": "most tokens held by requests since the last flush; decode only, also without the flag",
-    "longest_queue_step_s": "longest step of decode's queues since then, less waits for a core: a wait for a peer "
-    "would show here",
+    "longest_queue_step_s": "longest step of decode's queues since then, without waits for a core",
     "computes_up_to": "longest remainder that decode computes itself; only with local prefill",
     "itl": "with an ITL target: mean time of the last steps, predicted time, requests that wait for it, how often it "
     "throttled the next request, and the parts of a step",
@@ -320,19 +317,19 @@ POOL_FIELDS = {
     "metadata_buffers": "buffers for the metadata of transfers",
     "free_metadata_buffers": "free ones",
     "rooms": (
-        "rooms in each table of the transfer backend; when idle, only those that decode asked for and whose requests "
-        "have not reached this prefill, for up to `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`"
+        "rooms in each table of the transfer backend; when idle, only rooms that decode asked for and whose requests "
+        "have not arrived here, for up to `SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`"
     ),
-    "locks_taken": "locks of the tree taken; with the flag",
-    "locks_released": "released: when idle, as many",
-    "audit": "when idle, with the flag: contradictions found in tree and pools; empty: none",
+    "locks_taken": "locks taken on the tree; with the flag",
+    "locks_released": "locks released; the same number when idle",
+    "audit": "when idle, with the flag: inconsistencies found in tree and pools",
     "host": "with `--enable-hierarchical-cache` on decode, tokens of host memory: size, available, evictable, "
     "protected, saving; since the start saved, loaded, dropped for lack of space, evicted before they were "
     "saved; under `storage` those written to and read from a storage",
-    "window_size": "tokens of the pool of sliding windows",
-    "window_available": "free ones; when idle all",
+    "window_size": "tokens of the sliding-window pool",
+    "window_available": "free tokens of it; all of them when idle",
     "state_slots": "slots for states (linear attention, Mamba2)",
-    "free_state_slots": "free ones; when idle all, but those that the tree of a prefill worker keeps",
+    "free_state_slots": "free ones; when idle, all but those in the tree of a prefill worker",
 }
 
 #: Of `meta_info.cached_tokens_details` of an answer of decode, beside the engine's `device` and `host`.
@@ -340,7 +337,7 @@ DETAIL_FIELDS = {
     "decode_prefix": "tokens of the prompt that decode held",
     "decode_host": "of these, from host memory (`--enable-hierarchical-cache` on decode)",
     "decode_storage": "of these, fetched for this request (`--hicache-storage-backend` too)",
-    "transferred": "tokens that prefill sent; together the prompt",
+    "transferred": "tokens that prefill sent",
     "decode_computed": "tokens that decode computed; only with local prefill",
     "transferred_bytes": "bytes sent, over all TP ranks",
     "saved_bytes": "bytes not sent, over all TP ranks",
@@ -517,19 +514,19 @@ def as_markdown() -> str:
         "Values added to options of the engine:",
         _table(("option", "value", "meaning"), [(f"`{o}`", f"`{v}`", text) for o, v, text in ADDED_VALUES]),
         "## Trees",
-        "And what is refused with it ([why](supported.md#what-is-refused-and-why)).",
+        "The tree of each worker, and what it refuses ([why](supported.md#what-is-refused-and-why)).",
         _trees(),
         "## Environment variables",
         "Read by workers when they start.",
         _variables(VARIABLES),
-        "Of the engine and Mooncake, with a meaning of their own here or to be set:",
+        "Of the engine and Mooncake:",
         _variables(ENGINE_VARIABLES),
         "## Metrics",
         "`GET /metrics` of a worker with `--enable-metrics`. Requests and their tokens are counted on the first TP "
         "rank; bytes, runs, digests and lost peers are summed over TP ranks. Gauges show the last write of a TP "
         "rank; faults, quarantine, free memory and ages the worst. DP ranks have the label `dp_rank`. Without "
         'the flag, metrics of "decode with the flag" are missing or 0. The engine\'s '
-        "`sglang:cached_tokens_total` includes what decode with the flag held, as `device`.",
+        "`sglang:cached_tokens_total` includes tokens that decode with the flag held, as `device`.",
         _table(
             ("metric", "extra", "worker", "kind", "meaning"), _by_extra((f"`{n}`", *rest) for n, *rest in metrics())
         ),
@@ -539,7 +536,7 @@ def as_markdown() -> str:
         "With `--enable-pegaflow` also [`internal_states[i].pegaflow`](pegaflow.md#when-something-fails).",
         "## Fields of an answer",
         "`meta_info.cached_tokens` and `usage.prompt_tokens_details.cached_tokens` are the larger of prefill's and "
-        "decode's hit; without the flag prefill's. `meta_info.cached_tokens_details` has prefill's as `device` "
+        "decode's hit; without the flag, prefill's. `meta_info.cached_tokens_details` has prefill's as `device` "
         "and `host`, and from decode with the flag the fields below. OpenAI's endpoints pass on `device` and "
         "`host` only (`sglext.cached_tokens_details`).",
         _fields(DETAIL_FIELDS),

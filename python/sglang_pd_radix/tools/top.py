@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_workers(parser)
     view = parser.add_argument_group("view")
-    view.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
+    view.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between refreshes (default: 2)")
     view.add_argument("--sort", choices=tuple(COLUMNS), default="worker", help="the column to sort by")
     view.add_argument("--json", action="store_true", help="look once, print what was seen, and end")
 

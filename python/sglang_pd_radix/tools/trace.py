@@ -51,7 +51,7 @@ STAGES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``pd-radix trace``."""
     parser.description = (
-        f"Print when what happened to a request that has ended. Its workers must remember it: set {VARIABLE} to the "
+        f"Print the times of the stages of an ended request. Its workers must remember it: set {VARIABLE} to the "
         "number of requests that each is to remember. Times of different hosts are by their own clocks."
     )
     parser.add_argument("rid", metavar="RID", help="the request's id, as in meta_info.id of its answer")

@@ -41,7 +41,7 @@ def gateway(monkeypatch):
 def test_it_is_let_go_of_and_nobody_else(gateway, caplog):
     with caplog.at_level(logging.INFO):
         gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)
-    assert gateway.let_go == ["/workers/here"] and "sends nothing any more" in caplog.text
+    assert gateway.let_go == ["/workers/here"] and "no longer sends requests" in caplog.text
     assert gateway.answers["/workers"]["workers"][0]["status"] == "draining"
 
 
@@ -70,7 +70,7 @@ def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     silent = "http://127.0.0.1:9"
     gateway.on_delete = lambda path: 202
     gateway_notice.leave_all([silent, gateway.url], "decode", "127.0.0.1", PORT)
-    assert f"Gateway {silent} does not let go of this worker: ConnectionError" in caplog.text
+    assert f"Gateway {silent} did not remove this worker: ConnectionError" in caplog.text
     assert "it still uses it after 0.5 s" in caplog.text
     gateway.on_delete = lambda path: 500
     gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)

@@ -329,7 +329,7 @@ class Worker:
     def close_door(self) -> None:
         """Have it drain, and wait until it takes nothing new."""
         self.terminate()
-        self.wait(lambda: "no new request is taken" in self.log.read_text(), "a closed door")
+        self.wait(lambda: "no new requests are accepted" in self.log.read_text(), "a closed door")
 
     def over(self) -> bool:
         if self.status is None:
@@ -497,7 +497,7 @@ def test_a_gateway_lets_go_before_anything_is_refused(tmp_path):
         finally:
             worker.kill()
         assert begun == [(200, '"done"')] and status == 0
-        assert log.index("sends nothing any more") < log.index("no new request is taken")
+        assert log.index("no longer sends requests") < log.index("no new requests are accepted")
 
 
 def test_a_scheduler_that_does_not_answer_is_not_waited_for_where_the_engine_would_not():

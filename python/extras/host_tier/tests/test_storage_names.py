@@ -135,6 +135,6 @@ def test_a_weight_update_ends_its_use(worker, caplog):
     one.serve(tokens(1, 24))
     for _ in range(2):
         scheduler.before_weight_update()
-    assert one.storage.stopped and caplog.text.count("uses the storage of KV no more") == 1
+    assert one.storage.stopped and caplog.text.count("no longer uses the KV storage") == 1
     one.forget()
     assert one.serve(tokens(1, 24)) == 0

@@ -364,7 +364,7 @@ def test_what_cannot_be_removed_stays_and_is_told_of(monkeypatch, tmp_path, capl
     os.utime(tmp_path / "gauge_livemax_0.db", (1, 1))
     monkeypatch.setattr(Path, "unlink", lambda self: (_ for _ in ()).throw(PermissionError(13, "not permitted")))
     written_by(monkeypatch, tmp_path, os.getpid(), 0)
-    assert f"Gauges of an earlier start stay in {tmp_path}: " in caplog.text
+    assert f"Gauges of an earlier start remain in {tmp_path}: " in caplog.text
 
 
 def test_what_copies_keep_of_the_pool_is_told_apart_from_what_nobody_gives_back(scheduler, registry, monkeypatch):

@@ -102,7 +102,7 @@ def test_one_that_does_not_answer_is_given_up(monkeypatch, black_holes, caplog):
     told = lambda: [one.getMessage() for one in caplog.records if one.name == peer_calls.__name__]  # noqa: E731
     until(told, "the log", timeout=5)
     (said,) = told()
-    assert "could not be told of room 5 and 1 more (refused_room): no answer in 0.2 s" in said
+    assert "was not informed of room 5 and 1 more (refused_room): no answer in 0.2 s" in said
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
@@ -174,7 +174,7 @@ def test_a_worker_is_told_until_it_has_heard(peer, caplog, statuses, times, take
     told = tell(addr, TOLD_ROUTE, [5])
     assert (told.exception(20) is None) == taken
     assert len(asked) == times and len(set(asked)) == 1 and asked[0][0] is None
-    until(lambda: caplog.text.count("could not be told") == (not taken), "the log", timeout=5)
+    until(lambda: caplog.text.count("was not informed") == (not taken), "the log", timeout=5)
 
 
 def test_a_worker_that_is_started_again_is_told(monkeypatch):

@@ -151,7 +151,7 @@ def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None
     assert come([0]) == [False]
     lose()
     assert come(range(1, 5)) == [True] * 4
-    assert len(gone_ones) == 1 and caplog.text.count("is gone, and with it") == 1
+    assert len(gone_ones) == 1 and caplog.text.count("is lost, and with it") == 1
     # It is spoken to once more, in vain.
     del peers._lost[rank]
     assert come([5]) == [False]
@@ -162,7 +162,7 @@ def test_a_decode_rank_that_is_gone_is_counted_once(monkeypatch, caplog) -> None
     assert come([7]) == [False]
     lose()
     assert come([8, 9]) == [True] * 2
-    assert len(gone_ones) == 2 and caplog.text.count("is gone, and with it") == 2
+    assert len(gone_ones) == 2 and caplog.text.count("is lost, and with it") == 2
 
 
 def test_a_look_at_many_rooms_leaves_the_lock_to_the_scheduler() -> None:

@@ -410,7 +410,7 @@ def test_a_weight_update_ends_it(shared, engine, caplog):
     time.sleep(0.5)
     assert small.tree.drain() and not small.session.up
     assert small.session.counters.saved == saved == 36
-    assert [line.split(":")[0] for line in warnings_in(caplog)] == ["The weights have been changed"]
+    assert [line.split(":")[0] for line in warnings_in(caplog)] == ["The weights were updated"]
 
 
 @pytest.mark.thorough  # It imports the engine once more.

@@ -105,16 +105,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     figures.add_argument(
         "--breakdown",
         action="store_true",
-        help="also where the time to first token goes: stages of each request by the time stamps of its workers, as "
-        "p50 and p99 (which costs a little of each step, on all sides)",
+        help="also the stages of TTFT, p50 and p99, from the workers' time stamps (slows each step of all sides a "
+        "little)",
     )
     figures.add_argument(
         "--work-dir",
         dest="out",
         type=Path,
         metavar="DIR",
-        help="the report as Markdown and pictures, report.json with everything, record.json with each run's figures; "
-        "none may be there (default: bench-report, or bench-report-2 and so on)",
+        help="directory for the report (Markdown, pictures), report.json and record.json; it must have no report yet "
+        "(default: bench-report, or bench-report-2 and so on)",
     )
     _add_slo_arguments(parser.add_argument_group("rates that keep a target"))
     parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
@@ -140,8 +140,8 @@ def _add_deployment(group: argparse._ArgumentGroup) -> None:
         "--on",
         default="",
         metavar="OPTIONS",
-        help="engine options, in quotes (--on='--x y'), for the side with the flag alone; VARIABLE=value before "
-        "them is its environment",
+        help="engine options, in quotes (--on='--x y'), for the side with the flag alone; VARIABLE=value before them "
+        "sets its environment",
     )
     group.add_argument(
         "--prefill",
@@ -154,13 +154,13 @@ def _add_deployment(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME:OPTIONS",
-        help="another side with the flag and these OPTIONS (as for --on), in turns with off and on; repeatable",
+        help="add a side with the flag and these OPTIONS (as for --on); repeatable",
     )
     group.add_argument(
         "--aggregated",
         action="store_true",
-        help="another side: as many ordinary servers as a pair has workers, with the same KV memory in all, behind a "
-        "router that goes by what they have cached",
+        help="add a side of ordinary servers, as many as a pair has workers, with the same total KV pool, behind a "
+        "cache_aware router",
     )
 
 
@@ -168,21 +168,21 @@ def _add_slo_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--slo",
         metavar="ttft=MS,itl=MS",
-        help="requests come by a clock; find the rates at which 90%% and 99%% of them keep both, of each side and of "
-        "one with the flag that has both as targets",
+        help="send requests at fixed rates; find the highest rate at which 90%% and 99%% of them keep both limits, "
+        "for each side and for the flag with both limits as targets",
     )
     group.add_argument(
         "--slo-seconds",
         type=float,
         default=30.0,
         metavar="S",
-        help="of one rate with --slo, and never less than 8 times the TTFT (default: 30)",
+        help="duration of one rate with --slo; at least 8 times the TTFT (default: 30)",
     )
     group.add_argument(
         "--slo-rates",
         metavar="SIDE=RATE,...",
-        help="with --slo, measure these sides at these rates per second, in this order, in place of the search, which "
-        "takes hours where steps are slow: off=0.9,target=1.9,off=0.8",
+        help="with --slo, measure these sides at these requests/s, in this order, instead of searching (hours where "
+        "steps are slow): off=0.9,target=1.9,off=0.8",
     )
 
 

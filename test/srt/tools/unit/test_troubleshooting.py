@@ -89,7 +89,7 @@ def test_an_example_is_what_the_code_says(example, who):
     [
         "prefill 10.0.0.1:8998 is away: it refuses connections",
         "is not verified together with a teapot",
-        "Decode at 10.0.0.2:41233 is lost, and with it 3 requests",
+        "Decode at 10.0.0.2:41233 is gone, and with it 3 requests",
         "something: anything",
     ],
 )

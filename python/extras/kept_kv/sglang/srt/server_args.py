@@ -27,8 +27,7 @@ class ServerArgs(engine.ServerArgs):
             "--kv-namespace",
             default="",
             metavar="NAME",
-            help="Name of the weights under which KV is kept in a PegaFlow server, in a storage below host memory, or "
-            "read from decode: workers with the same NAME and layout of KV read each other's. Without it the model's "
-            "path, --revision and --weight-version are the name. Give another NAME whenever other weights come under "
-            "the same path.",
+            help="Namespace of KV in a PegaFlow server, in a storage below host memory, and of reads from decode. "
+            "Workers with the same NAME and KV layout share KV. Default: model path, --revision and --weight-version. "
+            "Give another NAME if the weights under that path change.",
         )

@@ -29,9 +29,9 @@ class ServerArgs(engine.ServerArgs):
         parser.add_argument(
             "--disaggregation-decode-local-prefill",
             metavar="off|auto|N",
-            help="Have a decode worker with a radix cache compute the rest of a prompt itself where it is short, in "
-            "place of asking prefill for it. auto, the default: up to 128 tokens, as often as decode steps hardly "
-            "feel, and not where prefill computes on the same GPU. N: up to N tokens, in any case. off: never.",
+            help="Decode with a radix cache computes a short uncached part of a prompt itself instead of asking "
+            "prefill. auto, the default: up to 128 tokens, within a budget of decode time, and not if prefill uses the "
+            "same GPU. N: always, up to N tokens. off: never.",
         )
 
     def _handle_pd_disaggregation(self) -> None:

@@ -34,8 +34,8 @@ class ServerArgs(engine.ServerArgs):
         parser.add_argument(
             OPTION,
             action="store_true",
-            help="Compare a digest of the KV that has arrived on a decode worker with a radix cache with one that "
-            "prefill computes of what it sends. A request for which they differ fails; nothing of it enters the tree.",
+            help="Decode with a radix cache compares a digest of the KV that arrived with prefill's digest of the KV "
+            "that it sent. If they differ, the request fails and its KV does not enter the tree.",
         )
 
     def _handle_pd_disaggregation(self) -> None:

@@ -36,18 +36,18 @@ class ServerArgs(engine.ServerArgs):
         parser.add_argument(
             "--enable-pegaflow",
             action="store_true",
-            help="Keep the KV cache in a PegaFlow server on this machine too, which other engines here share.",
+            help="Also keep KV in a PegaFlow server on this machine. Other engines on the machine share it.",
         )
         parser.add_argument(
             "--pegaflow-endpoint",
             default=DEFAULT_ENDPOINT,
             metavar="HOST:PORT",
-            help=f"Where that server listens. Default: {DEFAULT_ENDPOINT}.",
+            help=f"Address of the PegaFlow server. Default: {DEFAULT_ENDPOINT}.",
         )
         parser.add_argument(
             "--pegaflow-allow-non-loopback",
             action="store_true",
-            help="Take an endpoint that other machines may reach. Whoever reaches it can have the server run any code.",
+            help="Accept an endpoint that other machines can reach. A client of it can run any code in the server.",
         )
 
     def check_server_args(self) -> None:

@@ -29,8 +29,7 @@ class ServerArgs(engine.ServerArgs):
             "--disaggregation-prefill-read-decode",
             type=int,
             metavar="N",
-            help="Have a prefill worker read KV of a prompt that it lacks, and the decode worker holds, from there in "
-            "place of computing it, where that is N tokens or more.",
+            help="Prefill reads KV that only decode holds from decode instead of computing it, from N tokens on.",
         )
 
     def _handle_pd_disaggregation(self) -> None:

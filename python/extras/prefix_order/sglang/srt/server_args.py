@@ -32,17 +32,17 @@ class ServerArgs(engine.ServerArgs):
             "--disaggregation-decode-admission",
             choices=("prefix", "fcfs"),
             default="prefix",
-            help="Order in which a decode worker with a radix cache admits requests. prefix: those whose prompt is "
-            "mostly in the tree go first, and one that extends a prompt in transfer waits for it instead of having it "
-            "sent again. fcfs: first come, first served, and nobody waits for others.",
+            help="Order of admission on decode with a radix cache. prefix: requests with most of their prompt in the "
+            "tree first; a request whose prefix is in transfer waits for it instead of transferring it again. fcfs: "
+            "first come, first served; no request waits for another's transfer.",
         )
         parser.add_argument(
             "--disaggregation-decode-max-overtaken",
             type=int,
             default=DEFAULT_MAX_OVERTAKEN,
             metavar="N",
-            help="With --disaggregation-decode-admission prefix: requests that may be admitted before one that came "
-            "earlier; then it goes first. 0: none.",
+            help="With --disaggregation-decode-admission prefix: how many later requests may be admitted before an "
+            "earlier one. 0: none.",
         )
 
     def _handle_pd_disaggregation(self) -> None:

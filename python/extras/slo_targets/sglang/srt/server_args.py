@@ -50,15 +50,15 @@ class ServerArgs(engine.ServerArgs):
             "--disaggregation-decode-itl-target",
             type=float,
             metavar="MS",
-            help="Have a decode worker with a radix cache admit requests only as far as decode steps, as it has "
-            "learned to predict them, give each a token within that many milliseconds. One request always runs.",
+            help="Bound the mean ITL: decode with a radix cache admits a request only if its next steps are predicted "
+            "to take at most MS milliseconds. One request always runs.",
         )
         parser.add_argument(
             "--disaggregation-decode-ttft-target",
             metavar="MS[,refuse]",
-            help="Have a decode worker with a radix cache put requests last whose first token cannot come within that "
-            "many milliseconds any more, but for every fourth that it admits, so that a queue makes few late and not "
-            "all. With ,refuse it answers 503 to a request that comes while too many wait for that.",
+            help="Decode with a radix cache moves requests that can no longer have their first token within MS "
+            "milliseconds to the end of the queue. Every fourth admission still is one of them. With ,refuse it "
+            "answers 503 to a request on arrival if the queue already makes MS impossible.",
         )
 
     def _handle_pd_disaggregation(self) -> None:

@@ -144,7 +144,7 @@ class Door:
         try:
             self.refused(b"".join(parts))
         except Exception:
-            logger.exception("The other worker cannot be told of a request that is refused")
+            logger.exception("Could not report a refused request to the other worker")
         error = {"message": REASON, "type": "ServiceUnavailable", "code": 503}
         headers = [
             (b"content-type", b"application/json"),
@@ -214,7 +214,7 @@ class Drain:
         # Behind the authentication: of whom it turns away nothing is read, and nobody is told in this worker's name.
         router = self.app.router
         router.middleware_stack = Door(router.middleware_stack, refused)
-        logger.info("Shutting down: no new request is taken; %d are here", len(manager.rid_to_state))
+        logger.info("Shutting down: no new requests are accepted; %d are running", len(manager.rid_to_state))
 
     async def wait_empty(self, manager: Any, until: float) -> str:
         """Wait until there has been nothing for `QUIET_S` seconds. Returns what is left at ``until``, or ""."""
@@ -260,7 +260,9 @@ class Drain:
             await self._wait(lambda: not self.server.server_state.connections, CLOSE_S)
             if cut := self._under_way():
                 status = 1
-                logger.error("Shutting down: %d answers were not taken in %g s: cut off", cut, CLOSE_S)
+                logger.error(
+                    "Shutting down: %d clients did not read their answers in %g s: connections closed", cut, CLOSE_S
+                )
         finally:
             # Also when the server is faster, and cancels this.
             logger.info("Shutting down: exit status %d", status)

@@ -124,9 +124,9 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int, key: str |
             # of an interface: docker0 has the same on all hosts.
             near = others if here else {one for one in others if ipaddress.ip_address(one).is_global}
             leave(url, role, port, (own | near) - loopback, loopback if here else (), key)
-            logger.info("Shutting down: %s sends nothing any more", url)
+            logger.info("Shutting down: %s no longer sends requests", url)
         except Exception as e:
-            logger.warning("Gateway %s does not let go of this worker: %s: %s", url, type(e).__name__, e)
+            logger.warning("Gateway %s did not remove this worker: %s: %s", url, type(e).__name__, e)
 
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         pool.map(leave_one, urls)

@@ -20,7 +20,7 @@ _SIGNS = {
         "timed out|[Tt]imeout|has not answered for|takes no messages|granted no staging memory for|for which it waits"
         "|metadata has not come"
     ),
-    "secret": "Have all workers the same|it is not signed|its signature|it was signed|it has come before",
+    "secret": "Do all workers have the same|it is not signed|its signature|it was signed|it has come before",
     "mismatch": (
         "cannot be used|this decode worker (?:has|with)|it has TP size|draft model|refused decode"
         "|pages of its state or window|asks for digests"

@@ -72,34 +72,34 @@ class KvTransferCounters(Events):
         for cause in CAUSES:
             # Shown from the start: of a counter that begins at 1, no increase is seen.
             self._failed.labels(**self._labels, cause=cause)
-        self._lost = counter("kv_transfer_peers_lost", "Workers at the other end that were found to be gone.")
+        self._lost = counter("kv_transfer_peers_lost", "Workers of the other kind that were lost.")
         if engine_type == "prefill":
             self._sent = counter("kv_transfer_sent_bytes", "KV bytes handed to the transfer backend.")
             self._saved = counter("kv_transfer_saved_bytes", "KV bytes not sent because decode held them.")
-            self._runs = counter("kv_transfer_runs", "Runs of pages, contiguous on both sides, in which KV was sent.")
-            self._states = counter("kv_transfer_state_bytes", "Bytes of states of hybrid models that were sent.")
+            self._runs = counter("kv_transfer_runs", "Runs of pages sent; each is contiguous on both workers.")
+            self._states = counter("kv_transfer_state_bytes", "Bytes of hybrid models' states that were sent.")
         else:
             self._prompt = counter("decode_prompt_tokens", "Prompt tokens of committed requests.")
             self._hit = counter("decode_prefix_hit_tokens", "Prompt tokens that the decode tree held.")
             self._moved = counter("decode_transferred_tokens", "Prompt tokens whose KV prefill sent.")
             self._computed = counter("decode_computed_tokens", "Prompt tokens that decode computed itself.")
-            self._local = counter("decode_local_prefills", "Requests of which prefill computed and sent nothing.")
+            self._local = counter("decode_local_prefills", "Requests that needed no prefill.")
             self._blocked = counter(
-                "decode_admissions_blocked", "Times that whose turn it was found no KV memory; others wait too."
+                "decode_admissions_blocked", "Admissions blocked: the next request did not fit in KV memory."
             )
             self._followed = counter(
-                "decode_followed_requests", "Requests that waited for the transfer of another, with which they share."
+                "decode_followed_requests", "Requests that waited for another's transfer of their prefix."
             )
             self._not_sent_twice = counter(
-                "decode_followed_tokens", "Prompt tokens that came into the tree while their request waited for them."
+                "decode_followed_tokens", "Prompt tokens that these requests then found in the tree."
             )
-            self._following = counter(
-                "decode_following_seconds", "Time that requests waited for transfers of others, summed."
+            self._following = counter("decode_following_seconds", "Seconds that these requests waited, summed.")
+            self._overtaken = counter(
+                "decode_overtaken_requests", "Requests bypassed by a later one, counted once per step."
             )
-            self._overtaken = counter("decode_overtaken_requests", "Steps in which a request was overtaken, summed.")
             self._tree = gauge("decode_radix_tree_tokens", "Tokens in the decode tree.")
-            self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that nobody holds.")
-            self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree held by requests.")
+            self._evictable = gauge("decode_radix_evictable_tokens", "Tokens in the decode tree that no request holds.")
+            self._protected = gauge("decode_radix_protected_tokens", "Tokens in the decode tree that requests hold.")
 
     @property
     def counts_requests(self) -> bool:

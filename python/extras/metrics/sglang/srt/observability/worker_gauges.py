@@ -168,7 +168,7 @@ class WorkerGauges:
             try:
                 _forget_earlier_starts(Path(folder))
             except (OSError, psutil.Error) as e:
-                logger.warning("Gauges of an earlier start stay in %s: %s", folder, e)
+                logger.warning("Gauges of an earlier start remain in %s: %s", folder, e)
         names, self._labels, self._written = list(labels), labels, 0.0
         role = labels["engine_type"]
         self._decodes = role == "decode"
@@ -177,26 +177,26 @@ class WorkerGauges:
             made = Gauge(f"sglang:{name}", text, [*names, *([by] if by else ())], multiprocess_mode=shown)
             return made if by else made.labels(**labels)
 
-        self._requests = gauge("pd_requests", "Requests that the worker has, by state.", by="state")
+        self._requests = gauge("pd_requests", "Requests on the worker, by state.", by="state")
         self._oldest = gauge(
             "pd_oldest_request_seconds",
-            "How long the oldest of them has been here; of those in transfer or being sent, how long that takes.",
+            "Age of the oldest request in each state; of transfer and sending, the time in that state.",
             by="state",
             shown="livemax",
         )
-        self._size = gauge("pd_pool_size", "Places of each pool: tokens of KV, slots, rows, buffers.", by="pool")
-        self._free = gauge("pd_pool_free", "Free places of each pool.", by="pool", shown="livemin")
+        self._size = gauge("pd_pool_size", "Size of each pool: KV tokens, slots, rows, buffers.", by="pool")
+        self._free = gauge("pd_pool_free", "Free part of each pool.", by="pool", shown="livemin")
         if role == "decode":
             self._quarantined = gauge(
                 "decode_quarantined_tokens",
-                "Tokens of failed requests that are kept, since a prefill may still write.",
+                "Tokens of failed requests to which a prefill may still write.",
                 shown="livemax",
             )
             self._copying = gauge(
-                "decode_copying_tokens", "Tokens that copies to and from host memory and a PegaFlow server keep."
+                "decode_copying_tokens", "Tokens locked by copies to and from host memory and PegaFlow."
             )
             self._faults = gauge(
-                "decode_audit_faults", "Contradictions in tree and pools, when it was last idle.", shown="livemax"
+                "decode_audit_faults", "Inconsistencies of tree and pools at the last idle audit.", shown="livemax"
             )
 
     def is_due(self) -> bool:

@@ -81,7 +81,7 @@ def tell(addr: str, route: str, rooms: Sequence[int], **said: Any) -> Future[Non
     def warn(told: Future[None]) -> None:
         if not told.cancelled() and told.exception() is not None:
             of = f"room {rooms[0]}" + f" and {len(rooms) - 1} more" * (len(rooms) > 1)
-            logger.warning("%s could not be told of %s (%s): %s", addr, of, route[1:], told.exception())
+            logger.warning("%s was not informed of %s (%s): %s", addr, of, route[1:], told.exception())
 
     told = _calls.submit(partial(_calls.tell, addr, route, _message(rooms, said)))
     told.add_done_callback(warn)

@@ -41,13 +41,11 @@ class TargetMetrics:
             def gauge(name: str, text: str):
                 return Gauge(f"sglang:{name}", text, [*labels], multiprocess_mode="mostrecent").labels(**labels)
 
-            self._itl_target = gauge("decode_itl_target_seconds", "The ITL that admission holds, where one is set.")
-            self._step = gauge("decode_step_seconds", "Mean time of the last steps, where an ITL target is set.")
-            self._predicted = gauge(
-                "decode_step_predicted_seconds", "What the learned parts of a step's time make of the same steps."
-            )
-            self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait since steps are long enough.")
-            self._held = counter("decode_itl_held_requests", "Times that the target held back whose turn it was.")
+            self._itl_target = gauge("decode_itl_target_seconds", "The ITL target.")
+            self._step = gauge("decode_step_seconds", "Mean time of the last decode steps, with an ITL target.")
+            self._predicted = gauge("decode_step_predicted_seconds", "Predicted mean time of the same steps.")
+            self._held_back = gauge("decode_itl_waiting_requests", "Requests that wait for the ITL target.")
+            self._held = counter("decode_itl_held_requests", "Times that the ITL target delayed the next request.")
             self._late = counter("decode_ttft_late_requests", "Requests admitted too late for the TTFT target.")
             self._refused = counter("decode_ttft_refused_requests", "Requests refused for the TTFT target.")
 

@@ -94,7 +94,7 @@ class Secret:
             raise ValueError("it is not signed")
         at, number, mac = _TAG.unpack(tag)
         if not hmac.compare_digest(mac, self._mac(parts, purpose, at, number)):
-            raise ValueError("its signature is of another secret, another receiver or another message")
+            raise ValueError("its signature is not valid: another secret, another receiver or another message")
         with self._lock:
             now, runs_s = self._clock(), self._monotonic() - self._started
             if not now - min(late_s, runs_s + WINDOW_S) <= at <= now + WINDOW_S:
@@ -158,7 +158,7 @@ class VerifyingSocket:
         now = time.monotonic()
         if now - self._told_at >= _TELL_S:
             logger.error(
-                "Ignored %d message(s) at %s, the last since %s. Have all workers the same %s?",
+                "Ignored %d message(s) at %s, the last since %s. Do all workers have the same %s?",
                 self._untold,
                 self._endpoint,
                 reason,
@@ -194,7 +194,7 @@ class SignedCall:
             self._key.verify(parts, "answer", _from_hex(headers.get(HEADER)))
         except ValueError as e:
             raise NotTrusted(
-                f"{url} answered with status {status}, and {e}. Have all workers the same {VARIABLE}?"
+                f"{url} answered with status {status}, and {e}. Do all workers have the same {VARIABLE}?"
             ) from None
 
 

@@ -104,7 +104,7 @@ class HostStorage:
         """Use it no more, ever: the weights are about to change."""
         if not self.stopped:
             logger.warning(
-                "The weights have been changed: this worker uses the storage of KV no more. Start it anew to use it."
+                "The weights were updated: this worker no longer uses the KV storage. Restart it to use it again."
             )
             self.stopped = True
             self.writes.forget()

@@ -72,7 +72,7 @@ class PageStorage(ABC):
             return page.copy_(found)
         self.corrupt += 1
         if self.corrupt == 1:
-            logger.warning("%s is not what was written: such pages are removed, and counted from now on.", key)
+            logger.warning("%s is corrupt and was removed. Further ones are counted, not logged.", key)
         self._remove(key)
         return None
 

@@ -263,7 +263,7 @@ class Fetches:
             host.evict_shortfall(short)
         slots = host.pool.alloc(tokens)
         if slots is None:
-            raise RuntimeError(f"{tokens} tokens of host memory were to be had, and are not")
+            raise RuntimeError(f"{tokens} tokens of host memory are missing")
         fetch.slots = slots
         names = fetch.names_of(held, tokens, self._page)
         fetch.reading = frozenset(names)

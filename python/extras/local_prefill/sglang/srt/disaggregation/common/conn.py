@@ -50,8 +50,8 @@ class CommonKVManager(engine.CommonKVManager):
         """Tells of one that is not asked to."""
         if self._is_spared(addr):
             logger.info(
-                "Prefill %s computes on the same device as this worker, and so all of its prompts. With "
-                "--disaggregation-decode-local-prefill N remainders of up to N tokens are computed here.",
+                "Prefill %s is on the same device as this worker, so local prefill is off for it. "
+                "--disaggregation-decode-local-prefill N turns it on, up to N tokens.",
                 addr,
             )
         super().met_prefill(addr)

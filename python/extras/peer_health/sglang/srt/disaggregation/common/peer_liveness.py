@@ -50,7 +50,7 @@ def _addresses(endpoint: Endpoint, flags: int = 0) -> set[Address]:
     try:
         found = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, OverflowError, ValueError) as e:
-        logger.debug("%s:%s cannot be looked at: %s", *endpoint, e)
+        logger.debug("%s:%s cannot be checked: %s", *endpoint, e)
         return set()
     return {(family, at) for family, _, _, _, at in found if 0 < endpoint[1] < 65536}
 

@@ -149,7 +149,7 @@ class PeerSockets:
         try:
             self._get(address.to_tcp(), address.is_ipv6, waits=False).spoke_at = time.monotonic()
         except (ValueError, zmq.ZMQError) as e:
-            logger.warning("Decode at %s cannot be looked after: %s", address, e)
+            logger.warning("Decode at %s cannot be monitored: %s", address, e)
 
     def send(self, endpoint: str, is_ipv6: bool, waits: bool, frames: Sequence[Any], flags: int = 0) -> Any:
         """Send all frames to a peer, or none. Raises ZMQError, and `NotTaken`."""
@@ -191,7 +191,7 @@ class PeerSockets:
                 check()
                 self.look(LOOK_S)
             except Exception:
-                logger.exception("Could not look after peers")
+                logger.exception("Could not monitor peers")
                 time.sleep(LOOK_S)
 
     def look(self, wait_s: float) -> None:

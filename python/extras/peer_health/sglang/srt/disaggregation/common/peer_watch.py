@@ -167,7 +167,7 @@ class DecodeWatch:
             # Not again for each request that comes after that.
             if rank not in self._told:
                 self._told.add(rank)
-                logger.error("Decode at %s:%s is gone, and with it %s requests", host, port, len(of_rank))
+                logger.error("Decode at %s:%s is lost, and with it %s requests", host, port, len(of_rank))
                 self._on_lost()
             with self._rooms.lock:
                 # Nor may another of its ranks, or another worker, wait for it.

@@ -112,7 +112,7 @@ class Connection:
         """A server may be there and not take the pool, for good: that is told once."""
         level = logging.DEBUG if str(reason) == self._told else logging.INFO
         self._told = str(reason)
-        logger.log(level, "PegaFlow at %s does not take the KV pool yet: %s", self.url, reason)
+        logger.log(level, "PegaFlow at %s has not registered the KV pool yet: %s", self.url, reason)
 
     def probe(self) -> bool:
         """Whether the server is there and has the pool mapped; registers anew where it has not."""

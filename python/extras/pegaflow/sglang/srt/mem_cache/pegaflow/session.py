@@ -146,7 +146,7 @@ class Saver:
                 connection.instance_id, 0, 0, connection.device_id, [(n, part, names) for n in layers]
             )
             if not ok:
-                logger.debug("PegaFlow: a save of %d pages was turned down: %s", len(part), message)
+                logger.debug("PegaFlow: a save of %d pages was rejected: %s", len(part), message)
                 return False
         return True
 
@@ -262,7 +262,7 @@ class Loader:
                 connection.counters.hits += len(load.slots) // connection.layout.page_size
                 self._loading.append(load)
                 return
-            logger.debug("PegaFlow: a load of %d pages was turned down: %s", len(pages), message)
+            logger.debug("PegaFlow: a load of %d pages was rejected: %s", len(pages), message)
         except Exception as error:
             if self._is_refused(load, error):
                 logger.info("PegaFlow: a load of %d tokens was not begun: %s", len(load.slots), error)
@@ -411,7 +411,7 @@ class PegaFlowSession:
                 self._look_around()
             except Exception:
                 # This thread must go on: requests wait for it.
-                logger.exception("PegaFlow: the loads were not looked at")
+                logger.exception("PegaFlow: could not check the loads")
                 time.sleep(BUSY_PROBE_S)
 
     def _look_around(self) -> None:

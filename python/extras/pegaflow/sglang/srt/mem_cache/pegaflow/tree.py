@@ -91,7 +91,9 @@ class PegaFlowTree(SavingTree, Tier):
     def stop(self) -> None:
         """As soon as nothing is under way: nothing new begins."""
         if not self.session.stopped:
-            logger.warning("The weights have been changed: this worker uses PegaFlow no more. Start it anew to use it.")
+            logger.warning(
+                "The weights were updated: this worker no longer uses PegaFlow. Restart it to use PegaFlow again."
+            )
             self.session.stop()
 
     def reset(self) -> None:
