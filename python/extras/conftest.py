@@ -6,8 +6,10 @@ from pathlib import Path
 # Those with servers are run where they are named, together with the core's.
 collect_ignore_glob = ["*/tests/e2e"]
 folders = Path(__file__).parent
-sys.path += sorted(map(str, [*folders.glob("*/tests"), *folders.glob("*/tests/e2e")]))
+servers = any("e2e" in Path(arg).parts for arg in sys.argv)
+# Of two modules with one name, the one with servers, where these are run.
+sys.path += sorted(map(str, [*folders.glob("*/tests"), *folders.glob("*/tests/e2e")]), reverse=servers)
 
-if not any("e2e" in Path(arg).parts for arg in sys.argv):
+if not servers:
     # It sets variables that servers would inherit.
     from core.unit.conftest import *  # noqa: F403

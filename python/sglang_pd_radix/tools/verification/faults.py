@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .kv_record import DIRECTORY, SCHEDULER, buffers_of, bytes_of, rows_of, when_made
+from .kv_record import DIRECTORY, SCHEDULER, at, buffers_of, bytes_of, rows_of, when_made
 
 ALLOWED = "SGLANG_PD_RADIX_SELF_TEST_FAULTS"
 ORDER, DONE = "fault.json", "fault-done"
@@ -221,4 +221,4 @@ class Faults:
         """Into all layers, or into one of them."""
         for i, (buffer, values) in enumerate(zip(self._buffers, rows or [], strict=True)):
             if layer is None or i % self._layers == layer:
-                bytes_of(buffer)[slots] = bytes_of(values)
+                bytes_of(buffer)[at(buffer, slots)] = bytes_of(values)

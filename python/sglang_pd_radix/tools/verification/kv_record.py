@@ -23,14 +23,16 @@ import numpy.typing as npt
 DIRECTORY = "SGLANG_PD_RADIX_KV_RECORDS"
 # Projections of each vector.
 WIDTH = 16
+# What the buffers of a pool hold, by how many kinds there are.
+NAMES = {1: ("the latent",), 2: ("K", "V"), 3: ("the latent", "the index key", "the index key's scale")}
 _UNREADABLE, _STOPPED = "unreadable.txt", "stopped"
 
 
 @dataclass(frozen=True)
 class Record:
     """One request on one rank. tokens: of the prompt and the answer. prompt: how many are the prompt's. kv: sketches
-    [tokens with KV, buffers, WIDTH]. kinds: of buffers, 2 for K of all layers and then V, 1 for latents. rank: of
-    ``ranks`` of attention."""
+    [tokens with KV, buffers, WIDTH]. kinds: of buffers, each of all layers (`NAMES`). rank: of ``ranks`` of
+    attention."""
 
     tokens: tuple[int, ...]
     prompt: int
@@ -87,10 +89,11 @@ def _watch(scheduler: Any) -> None:
 
 
 def buffers_of(pool: Any) -> list[list[Any]]:
-    """The buffers of full attention, each [slots, ...]: K by layers and V by layers, or latents by layers.
+    """The buffers of full attention, each [pages, tokens of a page, ...], by layers, of each kind (`NAMES`).
 
     Empty for a pool of another kind.
     """
+    import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
     # Of a model with linear attention or windows beside it.
@@ -101,7 +104,14 @@ def buffers_of(pool: Any) -> list[list[Any]]:
         found = [pool.kv_buffer]
     else:
         return []
-    return [[buffer.view(pool.dtype) for buffer in buffers] for buffers in found]
+    kinds = [[buffer.view(pool.dtype).unsqueeze(1) for buffer in buffers] for buffers in found]
+    if type(pool) is NSATokenToKVPool:
+        # In a row for each page: the keys of all its tokens, then their scales.
+        keys, of_page = pool.page_size * pool.index_head_dim, (pool.page_size, -1)
+        index = pool.index_k_with_scale_buffer
+        kinds.append([rows[:, :keys].unflatten(1, of_page).view(torch.float8_e4m3fn) for rows in index])
+        kinds.append([rows[:, keys:].unflatten(1, of_page).view(torch.float32) for rows in index])
+    return kinds
 
 
 def bytes_of(buffer: Any) -> Any:
@@ -113,7 +123,12 @@ def bytes_of(buffer: Any) -> Any:
 
 def rows_of(buffer: Any, slots: Any) -> Any:
     """A copy of the rows ``slots`` of a buffer, of its type."""
-    return bytes_of(buffer)[slots].view(buffer.dtype)
+    return bytes_of(buffer)[at(buffer, slots)].view(buffer.dtype)
+
+
+def at(buffer: Any, slots: Any) -> tuple[Any, Any]:
+    """Where in a buffer the rows ``slots`` are."""
+    return slots // buffer.shape[1], slots % buffer.shape[1]
 
 
 class Recorder:
@@ -122,7 +137,7 @@ class Recorder:
     def __init__(self, directory: Path, kinds: Sequence[Sequence[Any]], rank: int, ranks: int) -> None:
         self._directory, self._at = directory, [len(kinds), rank, ranks]
         self._buffers = [buffer for buffers in kinds for buffer in buffers]
-        self._signs = {buffer[0].numel(): signs(buffer[0].numel()) for buffer in self._buffers}
+        self._signs = {width: signs(width) for width in {buffer[0, 0].numel() for buffer in self._buffers}}
         self._count = 0
 
     def sketch(self, slots: Any) -> npt.NDArray[np.float32]:
@@ -230,7 +245,7 @@ def environment(directory: Path, inherited: dict[str, str]) -> dict[str, str]:
 class KvDifference:
     """How far KV is from what it should be, in parts of its size: the most of all, and where that is.
 
-    token: its place in the request. layer, kind: K, V or the latent of which layer. tokens: how many were compared.
+    token: its place in the request. layer, kind: of which layer what (`NAMES`). tokens: how many were compared.
     """
 
     most: float
@@ -263,5 +278,5 @@ def kv_difference(seen: Record, truth: Record, may_lack: int = 0) -> KvDifferenc
     parts = np.where(np.isfinite(parts), parts, np.inf)
     token, buffer = np.unravel_index(int(parts.argmax()), parts.shape)
     layers = parts.shape[1] // truth.kinds
-    kind = ("K", "V")[int(buffer) // layers] if truth.kinds == 2 else "the latent"
+    kind = NAMES[truth.kinds][int(buffer) // layers]
     return KvDifference(float(parts[token, buffer]), int(token), int(buffer) % layers, kind, seen.rank, tokens)

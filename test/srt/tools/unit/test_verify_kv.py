@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 from sglang_pd_radix.tools.verification import faults, kv_record
 from sglang_pd_radix.tools.verification.judging import KV_CEILINGS
@@ -100,6 +100,28 @@ def test_latents_are_one_kind_and_other_pools_none() -> None:
     assert [len(kind) for kind in kv_record.buffers_of(pool)] == [LAYERS]
     assert [len(kind) for kind in kv_record.buffers_of(SimpleNamespace(full_kv_pool=pool))] == [LAYERS]
     assert kv_record.buffers_of(SimpleNamespace()) == []
+
+
+def test_index_keys_and_their_scales_are_of_a_token(tmp_path: Path) -> None:
+    """In a page of the pool are the keys of all its tokens, and then their scales."""
+    pool = object.__new__(NSATokenToKVPool)
+    pool.kv_buffer, pool.dtype = [torch.ones(SLOTS, 1, DIM)] * LAYERS, torch.float32
+    pool.page_size, pool.index_head_dim = PAGE, 8
+    # 1 in eight bits, and with four of these a scale.
+    pages = [torch.full((SLOTS // PAGE, PAGE * 12), 0x38, dtype=torch.uint8) for _ in range(LAYERS)]
+    pool.index_k_with_scale_buffer = pages
+    worker = Worker(tmp_path, pool)
+    worker.record(request(10))
+    # Of the third token of the page.
+    for byte in (2 * 8, PAGE * 8 + 2 * 4 + 3):
+        pages[1][3, byte] += 8
+        worker.record(request(10))
+        pages[1][3, byte] -= 8
+    truth, *seen = Records(tmp_path).take()
+    found = [kv_difference(one, truth) for one in seen]
+    # A request's first slot is that of the second page.
+    token = 2 * PAGE + 2
+    assert [(d.token, d.layer, d.kind) for d in found] == [(token, 1, kind) for kind in kv_record.NAMES[3][1:]]
 
 
 def test_records_of_all_ranks_are_waited_for_and_others_dropped(tmp_path: Path) -> None:
