@@ -1,4 +1,4 @@
-"""Has decode trees tell prompts with an ``extra_key`` apart, see ``mem_cache/kv_event_namespaces.py``.
+"""Separates prompts with an ``extra_key`` in KV events of decode trees; see ``mem_cache/kv_event_namespaces.py``.
 
 Upstream: none is known.
 """
