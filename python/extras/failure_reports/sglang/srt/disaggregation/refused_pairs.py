@@ -55,7 +55,6 @@ class RefusedPairs:
         remember(self._reqs, req.bootstrap_room, req, REMEMBERED)
 
     def __contains__(self, room: int) -> bool:
-        """Whether the request of ``room`` is kept."""
         return room in self._reqs
 
     def take(self, room: int) -> Req | None:

@@ -411,7 +411,6 @@ class LocalHooks(DecodeHooks):
         self._local = local
 
     def source(self) -> DeltaSource:
-        """This worker."""
         return self._local
 
     def arrived(self, entry: QueueEntry, seconds: float) -> None:
@@ -457,11 +456,9 @@ class LocalHooks(DecodeHooks):
         return [req for key, req in found.items() if key not in queued and not req.finished()]
 
     def note_step(self, batch: Any, result: Any) -> None:
-        """Passes the step to all measurements."""
         for watcher in (self._local.bucket, self._local.steps, self._local.ranks):
             watcher.note_step(batch, result)
 
     def idle(self) -> None:
-        """Tells them that the loop is idle."""
         for watcher in (self._local.bucket, self._local.steps, self._local.ranks):
             watcher.idle()

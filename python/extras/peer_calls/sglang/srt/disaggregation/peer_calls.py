@@ -103,7 +103,6 @@ class _Calls:
         self._hooks: Hooks[CallHooks] | None = None
 
     def submit(self, call: Callable[[], Coroutine]) -> Future:
-        """Schedule ``call``."""
         # Here, because of a circular import.
         from sglang.srt.disaggregation.common.handshakes import in_background
 
@@ -146,7 +145,6 @@ class _Calls:
             await asyncio.sleep(AGAIN_S)
 
     async def post(self, addr: str, route: str, message: bytes) -> tuple[int, str]:
-        """Post it once."""
         self._hooks = self._hooks or Hooks(CallHooks)
         headers, checks = {"Content-Type": "application/json"}, []
         for signs in self._hooks.signs:

@@ -67,13 +67,11 @@ class Copy:
         self._event, self._places = event, places
 
     def done(self) -> bool:
-        """Whether it has ended."""
         if self._event is not None and self._event.query():
             self._event, self._places = None, ()
         return self._event is None
 
     def wait(self) -> None:
-        """Wait for its end."""
         if self._event is not None:
             self._event.synchronize()
             self._event, self._places = None, ()
@@ -110,7 +108,6 @@ class HostMemory:
         return self._begun(host_slots, device_slots)
 
     def wait(self) -> None:
-        """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -52,12 +52,10 @@ class HostStorage:
     # ---- requests ----
 
     def fetch(self, rid: str, watch: Watch | None, host_watch: Watch | None, num_tokens: int) -> None:
-        """See `Fetches.ask`."""
         if not self.stopped:
             self.fetches.ask(rid, watch, host_watch, num_tokens)
 
     def is_done(self, rid: str) -> bool:
-        """Whether ``rid`` has no pending fetch."""
         return self.fetches.is_done(rid)
 
     def leave(self, rid: str) -> None:

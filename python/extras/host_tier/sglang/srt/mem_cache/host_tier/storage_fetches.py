@@ -179,7 +179,6 @@ class Fetches:
         return sum(len(one.slots) for one in self.open if one.slots is not None)
 
     def locked(self) -> list[TreeNode]:
-        """Nodes of the host tree that fetches have locked."""
         return [fetch.above for fetch in self.open if fetch.above is not None]
 
     # ---- a step ----
@@ -249,7 +248,6 @@ class Fetches:
         return fits
 
     def _reader(self, name: bytes) -> Fetch | None:
-        """The fetch that reads the page of that name."""
         return next((one for one in self.open if name in one.reading), None)
 
     def _begin(self, fetch: Fetch, held: int, tokens: int) -> None:

@@ -57,7 +57,6 @@ class Trouble:
         return time.monotonic() < self._until
 
     def came(self, error: object) -> None:
-        """A call has failed."""
         self._until = time.monotonic() + PAUSE_S
         if not self._told:
             self._told = True
@@ -70,7 +69,6 @@ class Trouble:
             )
 
     def ended(self) -> None:
-        """A call has worked."""
         if self._told:
             self._told = False
             logger.info("%s the KV storage (%s) works again.", self._doing, self._name)
@@ -121,7 +119,6 @@ class StorageThreads:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def look(self, run: Callable[[], None]) -> None:
-        """Run in a look-up thread."""
         self._looks.queue.put(run)
 
     def read(self, run: Callable[[torch.Tensor], None]) -> None:
@@ -133,6 +130,5 @@ class StorageThreads:
         self._writes.queue.put(run)
 
     def close(self) -> None:
-        """End the threads after the calls in their queues."""
         for crew in self._looks, self._reads, self._writes:
             crew.close()

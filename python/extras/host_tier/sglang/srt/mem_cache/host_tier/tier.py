@@ -57,11 +57,9 @@ class Load:
         self.copy: Copy | None = None
 
     def done(self) -> bool:
-        """Whether no copy is running."""
         return self.copy is None or self.copy.done()
 
     def wait(self) -> None:
-        """Wait for the copy."""
         if self.copy is not None:
             self.copy.wait()
 

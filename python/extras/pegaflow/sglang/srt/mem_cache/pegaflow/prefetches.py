@@ -131,7 +131,6 @@ class Prefetches:
             found.left = True
 
     def locked_nodes(self) -> list[TreeNode]:
-        """Nodes that loads have locked."""
         return [found.node for found in self.open if found.node is not None]
 
     def let_go(self) -> list[Load]:

@@ -94,7 +94,6 @@ class Load:
 
 
 def release(client: Any, lease: bytes) -> None:
-    """Release a lease."""
     try:
         client.release(lease)
     except Exception as error:
@@ -110,7 +109,6 @@ class Saver:
         self.saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """The thread's loop."""
         while True:
             save = self.saves.get()
             if save is None:
@@ -182,7 +180,6 @@ class Asker:
         return lease
 
     def ask(self, lookup: Lookup) -> None:
-        """Send a look-up to the server."""
         self._questions += 1
         self._put(lookup, f"{self._connection.instance_id}-{self._questions}")
 

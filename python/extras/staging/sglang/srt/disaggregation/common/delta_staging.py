@@ -134,7 +134,6 @@ class _Share:
         self.rooms = 0
 
     def wait(self, room: _Room, piece: _Piece) -> None:
-        """Append ``piece`` to the pending ones."""
         self._waiting.append((room, piece))
 
     def first(self) -> _Piece | None:
@@ -187,13 +186,11 @@ class _Shares:
         self._stuck_at = 0.0
 
     def join(self, prefill: str) -> _Share:
-        """Add a room of ``prefill``."""
         share = self.all.setdefault(prefill, _Share())
         share.rooms += 1
         return share
 
     def leave(self, prefill: str) -> None:
-        """Remove a room of ``prefill``."""
         self.all[prefill].rooms -= 1
         if not self.all[prefill].rooms:
             del self.all[prefill]

@@ -99,7 +99,6 @@ class SharedPlan:
 
 
 def nothing_shared() -> SharedPlan:
-    """The plan without shared pieces."""
     none = np.empty(0, np.int64)
     return SharedPlan(none, none, none, none, np.empty((0, ITEM), np.int64))
 

@@ -39,7 +39,6 @@ def costs_of(heads: int, value_dim: int) -> Costs:
 
 
 def attention_layers(runner: Any) -> list[Any]:
-    """The attention layers of a runner's model."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
