@@ -71,7 +71,7 @@ def test_a_gateway_that_does_not(gateway, caplog, monkeypatch):
     gateway.on_delete = lambda path: 202
     gateway_notice.leave_all([silent, gateway.url], "decode", "127.0.0.1", PORT)
     assert f"Gateway {silent} did not remove this worker: ConnectionError" in caplog.text
-    assert "it still uses it after 0.5 s" in caplog.text
+    assert "it still uses this worker after 0.5 s" in caplog.text
     gateway.on_delete = lambda path: 500
     gateway_notice.leave_all([gateway.url], "decode", "127.0.0.1", PORT)
     assert "HTTPError" in caplog.text
@@ -103,7 +103,7 @@ def test_a_loopback_address_is_of_the_host_of_the_gateway(gateway, caplog, monke
     monkeypatch.setattr(gateway_notice, "_is_here", lambda url: here)
     gateway_notice.leave_all([gateway.url], "decode", "192.0.2.9", PORT)
     assert gateway.let_go == (["/workers/here"] if here else [])
-    assert (f"it knows no decode worker at port {PORT} of 192.0.2.9" in caplog.text) == (not here)
+    assert (f"it lists no decode worker at port {PORT} of 192.0.2.9" in caplog.text) == (not here)
 
 
 @pytest.fixture

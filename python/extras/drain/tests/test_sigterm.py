@@ -454,7 +454,7 @@ def test_a_request_whose_body_does_not_come_is_cut_off(monkeypatch, tmp_path):
         connection.close()
     finally:
         worker.kill()
-    assert status == 1 and "1 requests are still coming" in log, log
+    assert status == 1 and "1 requests are still arriving" in log, log
 
 
 def test_what_does_not_end_in_time_is_cut_off(monkeypatch, tmp_path):

@@ -56,7 +56,7 @@ def test_a_library_that_does_not_start(library, rdma) -> None:
 def test_memory_that_cannot_be_registered(library, rdma, caplog) -> None:
     library.register = -12
     assert MooncakeTransferEngine("10.0.0.1", 0).batch_register([1, 2], [1 << 20, 1 << 20]) == -12
-    assert "could not register 2 buffers of together 2 MiB (code -12)" in caplog.text and "ulimit -l" in caplog.text
+    assert "could not register 2 buffers, 2 MiB in total (code -12)" in caplog.text and "ulimit -l" in caplog.text
     caplog.clear()
     library.register = 0
     assert MooncakeTransferEngine("10.0.0.1", 0).batch_register([1], [1]) == 0

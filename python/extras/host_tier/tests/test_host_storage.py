@@ -230,7 +230,7 @@ def test_errors_are_told_once_and_it_is_tried_again(any_world, monkeypatch, capl
             assert two.serve(prompt) == 0
             two.forget()
             time.sleep(0.06)
-    assert caplog.text.count("Reading from the storage of KV") == 1 and "Input/output error" in caplog.text
+    assert caplog.text.count("Reading from the KV storage") == 1 and "Input/output error" in caplog.text
     # The last error may be noted, and the pause after it begin, only after its request was told.
     served, end = two.serve(prompt), time.monotonic() + 20
     while served != 24 and time.monotonic() < end:
@@ -259,7 +259,7 @@ def test_a_storage_that_takes_nothing(world, monkeypatch, caplog, number):
     state = one.tier.report()["storage"]
     # One page of it failed, and after that it was left alone. It is saved in three parts, and tried again with each.
     assert (state["written"], state["failed"]) == (0, PAGE) and state["dropped"] >= 32
-    assert caplog.text.count("Writing to the storage of KV") == 1 and os.strerror(number) in caplog.text
+    assert caplog.text.count("Writing to the KV storage") == 1 and os.strerror(number) in caplog.text
     # The time for which it is left alone is over.
     one.tier.storage.threads.writing._until = 0.0
     one.serve(tokens(1, 24) + tokens(9, 4))
@@ -288,7 +288,7 @@ def test_a_folder_that_may_only_be_read_is_read(world, monkeypatch, caplog):
         patch.setattr("builtins.open", read_only(open))
         two = world()
         assert two.serve(tokens(1, 24) + tokens(9, 4)) == 24
-    assert caplog.text.count("Writing to the storage of KV") == 1
+    assert caplog.text.count("Writing to the KV storage") == 1
 
 
 def read_only(opened: Any) -> Any:

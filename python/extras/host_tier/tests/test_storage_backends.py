@@ -88,7 +88,7 @@ def test_a_master_that_goes_away_costs_hits_until_it_is_back(own_master, caplog)
     for start in (1, 1, 100):
         assert one.serve(tokens(start, 24)) == 0
         one.forget()
-    assert "Mooncake does not say what it has" in caplog.text
+    assert "Mooncake cannot look up a page" in caplog.text
     own_master.start()
     # The client finds it by itself; what the store had is gone with it.
     end = time.monotonic() + 60

@@ -68,7 +68,7 @@ def test_what_the_engine_does_not_read_is_refused(given):
 
 
 def test_nobody_waits_for_a_storage_that_hangs():
-    with pytest.raises(ValueError, match="wait_complete would have requests wait"):
+    with pytest.raises(ValueError, match="wait_complete makes requests wait"):
         limits_of(None, "wait_complete")
 
 

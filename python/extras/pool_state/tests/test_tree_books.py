@@ -45,7 +45,7 @@ def test_the_audit_finds_each_contradiction():
     only([held], f"node {free.id}: 16 tokens, 15 slots")
     free.value = value.clone()
     free.value[0] = held.value[0]
-    only([held], "one KV slot stands in the tree twice")
+    only([held], "one KV slot is in the tree twice")
     free.value = value
     assert tree.audit([held]) == []
     tree.reset()
@@ -150,7 +150,7 @@ def test_what_a_tier_may_still_write_to_is_in_neither(monkeypatch):
     monkeypatch.setattr(Tier, "unreturned_tokens", 2 * PAGE)
     assert pools.audit() == []
     monkeypatch.setattr(Tier, "unreturned_tokens", 3 * PAGE)
-    assert pools.audit() == ["1 pages of KV are free or in the tree that a tier has not returned"]
+    assert pools.audit() == ["1 pages of KV are free or in the tree before a tier has returned them"]
 
 
 def test_an_allocator_of_another_kind_tells_nothing():

@@ -278,8 +278,8 @@ def with_layer(**change):
         ("xai temperature", with_layer(xai_temperature_len=512)),
         ("cross attention", with_layer(is_cross_attention=True)),
         ("wider than 256", with_layer(qk_head_dim=512)),
-        ("several shapes", lambda worker: worker.runner.model.append(RadixAttention(8, 16, 1.0, 2, 1))),
-        ("kept in torch.float32 and computed", lambda worker: setattr(worker.runner, "dtype", torch.bfloat16)),
+        ("head shapes", lambda worker: worker.runner.model.append(RadixAttention(8, 16, 1.0, 2, 1))),
+        ("stored as torch.float32 and computed", lambda worker: setattr(worker.runner, "dtype", torch.bfloat16)),
     ],
 )
 def test_models_that_are_left_as_they_are(reason, change, caplog):

@@ -294,8 +294,8 @@ def piece_frames(kind: bytes, *values: int) -> list[bytes]:
         ([piece_frames(b"stage", 0, 0, 11)], "is not the next one"),
         ([piece_frames(b"stage", 0, 0, 9)], "is larger than the staging buffer"),
         ([piece_frames(b"stage", 0, 0, 2), piece_frames(b"stage", 1, 0, 1)], "prefill ranks disagree"),
-        ([piece_frames(b"staged", 0, 0)], "was not given to it"),
-        ([piece_frames(b"stage", 0, 0, 2), piece_frames(b"staged", 1, 0)], "was not given to it"),
+        ([piece_frames(b"staged", 0, 0)], "was not granted to it"),
+        ([piece_frames(b"stage", 0, 0, 2), piece_frames(b"staged", 1, 0)], "was not granted to it"),
         ([[b"1", b"stage", b"0", b"zero", b"1", b"127.0.0.1", b"1"]], "first page is not a number"),
         ([[b"1", b"staged", b"0"]], "has 3 frames"),
     ],
@@ -323,7 +323,7 @@ def test_a_piece_that_cannot_be_right_fails_its_room_only(monkeypatch, frames: l
 def test_a_grant_below_the_staging_buffer_is_refused(start: int, offset: int) -> None:
     """Prefill would write in front of what decode has registered for it."""
     frames = [b"1", b"127.0.0.1", b"9", b"127.0.0.1:15000", b"grant", b"%d" % start, b"%d" % offset]
-    with pytest.raises(ValueError, match="a grant of staging memory of room 1 begins below 0"):
+    with pytest.raises(ValueError, match="a grant of staging memory of room 1 is negative"):
         wire.Grant.read(frames)
 
 

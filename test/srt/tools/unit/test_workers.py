@@ -32,7 +32,7 @@ PLAIN |= {"req_slots": 8, "free_req_slots": 8, "metadata_buffers": 4, "free_meta
         ({"available": 61}, "1 tokens of KV are free twice, or free and in the tree"),
         ({"protected": 4, "available": 56}, "4 tokens of KV are locked"),
         ({"locks_released": 4}, "5 locks were taken and 4 released"),
-        ({"audit": ["one KV slot stands in the tree twice"]}, "one KV slot stands in the tree twice"),
+        ({"audit": ["one KV slot is in the tree twice"]}, "one KV slot is in the tree twice"),
         ({"idle": False}, "not idle"),
         ({"free_req_slots": 7}, "1 rows of the table are lost"),
         ({"free_metadata_buffers": 2}, "2 metadata buffers are lost"),

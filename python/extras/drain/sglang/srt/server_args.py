@@ -1,4 +1,4 @@
-"""Looks at the variables of a drain before anything is loaded.
+"""Checks the variables of a drain before the model is loaded.
 
 Upstream: none is known.
 """
@@ -11,10 +11,10 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and what SIGTERM is to do."""
+    """Server arguments with checks of the drain's variables."""
 
     def check_server_args(self) -> None:
-        """Checks what SIGTERM is to do."""
+        """Adds the checks."""
         super().check_server_args()
         if self.disaggregation_mode != "null":
             from sglang.srt.managers import drain, gateway_notice

@@ -1,4 +1,4 @@
-"""Looks at the number of requests to remember before anything is loaded.
+"""Checks the number of requests to record before the model is loaded.
 
 Upstream: none is known.
 """
@@ -11,10 +11,10 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and how many ended requests are remembered."""
+    """Server arguments with a check of the number of recorded requests."""
 
     def check_server_args(self) -> None:
-        """Checks that it is a number."""
+        """Adds the check."""
         super().check_server_args()
         if self.disaggregation_mode != "null":
             from sglang.srt.observability import request_life

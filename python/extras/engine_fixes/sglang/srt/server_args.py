@@ -10,17 +10,17 @@ from sglang.srt.environ import envs
 
 __all__ = ["ServerArgs"]
 
-# Seconds for which a worker of a pair keeps an idle HTTP connection. Whoever gives one up first should be the router: a
-# request that it sends while the worker closes the connection is lost. Routers keep them for 3 s (smg), 50 s
-# (sglang-router), 90 s (Go, hyper) or an hour (Envoy).
+# Seconds for which a worker of a pair keeps an idle HTTP connection. The router should close it first: a request sent
+# while the worker closes the connection is lost. Routers keep connections for 3 s (smg), 50 s (sglang-router), 90 s
+# (Go, hyper) or an hour (Envoy).
 KEEP_ALIVE_S = 4000
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and what they make of the environment."""
+    """Server arguments with a default for a variable of the engine."""
 
     def _handle_environment_variables(self) -> None:
-        """A worker of a pair outlasts its router's idle connections, where the variable is not set.
+        """Keeps idle HTTP connections longer than routers do, if the variable is not set.
 
         Upstream: sgl-project/sglang#20851; the engine's default is 5 s.
         """

@@ -1,4 +1,4 @@
-"""What host memory below decode's tree is refused with.
+"""Options of HiCache L2 (host memory) below decode's tree.
 
 Upstream: none is known.
 """
@@ -13,10 +13,10 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments that are checked for what they do to host memory below decode's tree."""
+    """Server arguments; checks those of HiCache on a decode worker with the flag."""
 
     def _resolve_storage_layout_compatibility(self) -> None:
-        """Leaves the layout of host memory below decode's tree: its storages take a page of any.
+        """Keeps the host memory layout: the storages of this extra take pages of any layout.
 
         Upstream: none is known; the engine's Mooncake storage takes pages in one piece.
         """
@@ -24,7 +24,7 @@ class ServerArgs(engine.ServerArgs):
             super()._resolve_storage_layout_compatibility()
 
     def _check_decode_radix_cache(self) -> None:
-        """Adds the size of host memory."""
+        """Adds the check of the host memory's size."""
         super()._check_decode_radix_cache()
         if self.enable_hierarchical_cache and not self.hicache_size and not self.hicache_ratio > 1:
             raise ValueError(
@@ -33,7 +33,7 @@ class ServerArgs(engine.ServerArgs):
             )
 
     def check_server_args(self) -> None:
-        """Adds the storage's options and free memory, with all defaults settled."""
+        """Adds the checks of the storage's options and of free memory, after all defaults are set."""
         super().check_server_args()
         if self.disaggregation_decode_enable_radix_cache and self.enable_hierarchical_cache:
             # Not at the top: they need the engine's modules, which need this one.

@@ -1,4 +1,4 @@
-"""The option for prompts that decode computes itself.
+"""The option for local prefill.
 
 Upstream: none is known.
 """
@@ -18,7 +18,7 @@ __all__ = ["ServerArgs"]
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with what decode computes itself."""
+    """Server arguments with the option for local prefill."""
 
     disaggregation_decode_local_prefill: str | None = None
 
@@ -35,15 +35,15 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def _handle_pd_disaggregation(self) -> None:
-        """Adds that the option needs the flag."""
+        """Checks that the option comes with the flag."""
         given, has_flag = self.disaggregation_decode_local_prefill, self.disaggregation_decode_enable_radix_cache
         if given not in (None, "off", "false") and not has_flag:
             raise ValueError(f"{OPTION} needs {FLAG}. Give both to the decode worker.")
         super()._handle_pd_disaggregation()
 
     def _check_decode_radix_cache(self) -> None:
-        """Adds what the option takes, and settles its default."""
-        # Not at the top: it needs the engine's modules, which need this one.
+        """Checks the option, and sets its default."""
+        # Not at the top: their imports import this module.
         from sglang.srt.disaggregation.local_policy import Policy
 
         given = self.disaggregation_decode_local_prefill

@@ -1,4 +1,4 @@
-"""The option by which decode verifies pages.
+"""The option to verify pages on decode.
 
 Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
 """
@@ -23,7 +23,7 @@ for kind in cache_support.kinds_with("sliding windows"):
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and whether decode verifies pages."""
+    """Server arguments with the option to verify pages on decode."""
 
     disaggregation_decode_verify_pages: bool = False
 
@@ -39,7 +39,7 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def _handle_pd_disaggregation(self) -> None:
-        """Adds that the option needs the flag."""
+        """Checks that the option comes with the flag."""
         if self.disaggregation_decode_verify_pages and not self.disaggregation_decode_enable_radix_cache:
             raise ValueError(f"{OPTION} needs {FLAG}. Give both to the decode worker.")
         super()._handle_pd_disaggregation()

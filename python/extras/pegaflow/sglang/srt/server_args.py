@@ -1,4 +1,4 @@
-"""The options of PegaFlow.
+"""Options of PegaFlow.
 
 Upstream: none: sgl-project/sglang#17221 was closed.
 """
@@ -19,7 +19,7 @@ DEFAULT_ENDPOINT = "127.0.0.1:50055"
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with those of PegaFlow."""
+    """Server arguments with PegaFlow's options."""
 
     enable_pegaflow: bool = False
     pegaflow_endpoint: str = DEFAULT_ENDPOINT
@@ -31,7 +31,7 @@ class ServerArgs(engine.ServerArgs):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds them to the engine's options."""
+        """Adds PegaFlow's options to the engine's."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             "--enable-pegaflow",
@@ -51,14 +51,14 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def check_server_args(self) -> None:
-        """Checks the server, with all defaults settled, and that the cache is still on."""
+        """Checks the server, and that the radix cache is still on, after all defaults are set."""
         super().check_server_args()
         if not self.enable_pegaflow:
             return
-        # Decode without the flag has none anyway, which is refused below.
+        # Decode without the flag never has the cache; that is refused below.
         if self.disaggregation_mode != "decode":
             cache_support.check_not_turned_off(PEGAFLOW_FLAG, self)
-        # Not at the top: it needs the engine's modules, which need this one.
+        # Not at the top: its imports import this module.
         from sglang.srt.mem_cache.pegaflow import checks
 
         checks.check(self)

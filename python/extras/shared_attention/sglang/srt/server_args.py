@@ -1,4 +1,4 @@
-"""What shared decode attention is refused with.
+"""Checks of options with shared decode attention.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -12,9 +12,9 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments that are checked for what they do to decode attention."""
+    """Server arguments with checks for shared decode attention."""
 
     def check_server_args(self) -> None:
-        """Adds that check, with all defaults settled."""
+        """Adds the check, after all defaults are set."""
         super().check_server_args()
         option.check(self)

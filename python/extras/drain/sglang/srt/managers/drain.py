@@ -1,9 +1,9 @@
-"""SIGTERM drains a worker of a pair: it takes nothing new, ends what it has, and exits with status 0.
+"""SIGTERM drains a worker of a pair: it accepts no new requests, finishes running ones, and exits with status 0.
 
-The engine goes on taking requests after SIGTERM, and kills itself in a moment at which it has none. Here the gateways
-that are named let go of the worker first. Then its HTTP server answers each new request with 503 at once, by which a
-gateway that was not told may ask another pair, and the other worker is told of the half that it has been given.
-`/health` answers 503 as in the engine.
+The engine continues to accept requests after SIGTERM, and kills itself once it has none. Here the worker is first
+removed from the named gateways. Then its HTTP server answers new requests with 503 at once, so that a gateway that was
+not notified may retry on another pair, and notifies the other worker, which has the request too. `/health` answers 503
+as in the engine.
 
 Upstream: none is known.
 """
@@ -33,22 +33,21 @@ logger = logging.getLogger(__name__)
 __all__ = ["CLOSE_S", "Door", "Drain", "VARIABLE", "brings_work", "drain_seconds", "rooms_of"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_DRAIN_TIMEOUT"
-# Seconds for what a decode worker with the flag has, where the variable is not set.
+# Seconds for running requests of a decode worker with the flag, if the variable is not set.
 DEFAULT_S = 300.0
-# Seconds without anything left before the end, since what a peer is to be told of the last request may still be on its
-# way; between two lines of the log.
+# Idle seconds before the exit, since notifications about the last request may be in flight; seconds between log lines.
 QUIET_S, SAY_S = 1.0, 5.0
-# Seconds for what is aborted in the end to be told so, and for connections to take what has been written to them.
+# Seconds for aborted requests to end, and for connections to take their answers.
 ABORT_S, CLOSE_S = 5.0, 10.0
-# Seconds after which a client may ask here again: a new process, if any.
+# The Retry-After header, in seconds: a new process may have started by then.
 RETRY_AFTER_S = 1
 REASON = "this worker is shutting down and takes no new request"
 
-# Paths under which work comes, what others begin with, and variables by which the engine names some anew.
+# Paths of requests for work, their prefixes, and variables by which the engine renames some.
 WORK = frozenset({"/generate", "/encode", "/classify", "/invocations", "/vertex_generate"})
 WORK_BELOW = ("/v1/", "/api/")
 WORK_NAMED = ("AIP_PREDICT_ROUTE", "SGLANG_OLLAMA_CHAT_ROUTE", "SGLANG_OLLAMA_GENERATE_ROUTE")
-# Rooms of one request that its peer is told of: as many as it may have samples.
+# Rooms of one request that its peer is notified of: the maximum number of samples.
 MOST_ROOMS = 4096
 
 Message = dict[str, Any]
@@ -58,9 +57,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def drain_seconds(args: Any) -> float | None:
-    """Seconds that this worker has for its requests after SIGTERM; None where SIGTERM is the engine's.
+    """Seconds for running requests after SIGTERM; None if the engine handles SIGTERM.
 
-    Raises ValueError for a value of the variable that is none.
+    Raises ValueError for an invalid value of the variable.
     """
     given = os.environ.get(VARIABLE, "").strip()
     try:
@@ -68,7 +67,7 @@ def drain_seconds(args: Any) -> float | None:
     except ValueError:
         seconds = -1.0
     if seconds is not None and not 0 <= seconds < float("inf"):
-        raise ValueError(f"{VARIABLE} is {given!r}: give seconds, or 0 for the engine's own way to end.")
+        raise ValueError(f"{VARIABLE} is {given!r}: give seconds, or 0 for the engine's shutdown.")
     if args.disaggregation_mode == "null" or args.tokenizer_worker_num > 1:
         return None
     if seconds is None and args.disaggregation_decode_enable_radix_cache:
@@ -77,8 +76,8 @@ def drain_seconds(args: Any) -> float | None:
 
 
 def brings_work(scope: Message) -> bool:
-    """Whether an HTTP request asks for tokens, rather than about the worker or what it has."""
-    # Behind a proxy (--fastapi-root-path) the server puts before it what that has taken off.
+    """Whether an HTTP request asks for tokens; False for questions about the worker or running requests."""
+    # Behind a proxy (--fastapi-root-path) the server restores the prefix that the proxy removed.
     path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
     if scope["method"] not in ("POST", "PUT") or path.endswith("/cancel"):
         return False
@@ -87,10 +86,10 @@ def brings_work(scope: Message) -> bool:
 
 
 def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
-    """The rooms of a request, with their hosts and ports; nothing of what is none.
+    """The rooms of a request, with their hosts and ports; none if the body is invalid.
 
-    No more than `MOST_ROOMS`: a small body may name millions.
-    samples: also the rooms of its samples, for which decode would ask prefill.
+    At most `MOST_ROOMS`, since a small body may name millions. samples: include the rooms of its samples, for which
+    decode would ask prefill.
     """
     try:
         said = json.loads(body)
@@ -104,14 +103,14 @@ def rooms_of(body: bytes, samples: bool) -> Iterator[SimpleNamespace]:
     first = params[0] if isinstance(params, list) and params else params
     n = first.get("n", 1) if isinstance(first, dict) else 1
     if samples and isinstance(n, int) and 1 < n <= MOST_ROOMS:
-        # Prefill tells its scheduler, which needs no addresses.
+        # Only prefill includes samples. It notifies its scheduler, which needs no addresses.
         rooms = rooms + list(islice(_of_samples(rooms, n), MOST_ROOMS - len(rooms) + 1))
     at = {name: said.get(name) for name in ("bootstrap_host", "bootstrap_port")}
     yield SimpleNamespace(bootstrap_room=rooms, **at, samples=0)
 
 
 def _of_samples(rooms: list, n: int) -> Iterator[int]:
-    """The rooms of the samples of requests of ``rooms``; without the extra `samples` they have none of their own."""
+    """Rooms of the samples of requests of ``rooms``; none without the extra `samples`."""
     try:
         from sglang.srt.managers.samples import sample_room
     except ImportError:
@@ -121,16 +120,16 @@ def _of_samples(rooms: list, n: int) -> Iterator[int]:
 
 
 class Door:
-    """An ASGI application in front of the HTTP server's routes, which answers 503 to what would bring work.
+    """ASGI application in front of the server's routes; answers requests for work with 503.
 
-    refused: called with the body of each of these.
+    refused: called with the body of each refused request.
     """
 
     def __init__(self, app: App, refused: Callable[[bytes], None]) -> None:
         self.app, self.refused = app, refused
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer, or let through."""
+        """Answer with 503, or pass the request on."""
         if scope["type"] != "http" or not brings_work(scope):
             await self.app(scope, receive, send)
             return
@@ -149,7 +148,7 @@ class Door:
         headers = [
             (b"content-type", b"application/json"),
             (b"retry-after", str(RETRY_AFTER_S).encode()),
-            # What comes next on this connection might meet its end.
+            # A later request on this connection might find it closed.
             (b"connection", b"close"),
         ]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
@@ -159,17 +158,17 @@ class Door:
 class Drain:
     """Ends the process of a worker's HTTP server after SIGTERM.
 
-    server: uvicorn's. app: what it serves. timeout_s: for what it has. Exit status 1 says that some of it was cut off.
+    server: uvicorn's. app: its application. timeout_s: for running requests. Exit status 1: some were aborted.
     """
 
     def __init__(self, server: uvicorn.Server, app: Any, timeout_s: float) -> None:
         self.server, self.app, self.timeout_s = server, app, timeout_s
-        # The server's exchanges with work that had begun when the door was closed.
+        # HTTP exchanges for work that began before new requests were refused.
         self.inside: list[Any] = []
 
     @staticmethod
     def of(args: Any) -> Drain | None:
-        """The drain of this process; None where SIGTERM is the engine's. Before the engine takes the signal."""
+        """The drain of this process; None if the engine handles SIGTERM. Call before the engine sets its handler."""
         seconds = drain_seconds(args)
         server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if seconds is None or not isinstance(server, uvicorn.Server):
@@ -179,14 +178,14 @@ class Drain:
         return Drain(server, app, seconds)
 
     async def run(self, manager: Any) -> None:
-        """Wait for SIGTERM, then for what ``manager`` has, and end the process. manager: the tokenizer manager."""
+        """Wait for SIGTERM, then for running requests, and end the process. manager: the tokenizer manager."""
         while not manager.gracefully_exit:
             await asyncio.sleep(LOOK_S)
         until = time.monotonic() + self.timeout_s
         args = manager.server_args
         told = gateway_notice.gateways()
         if told:
-            # Until they have let go, what they send is served.
+            # Requests are served until the gateways have removed this worker.
             mode, key = args.disaggregation_mode, gateway_notice.key_for(args)
             await asyncio.to_thread(gateway_notice.leave_all, told, mode, args.host, args.port, key)
         self.close_door(manager)
@@ -196,13 +195,13 @@ class Drain:
             manager.dump_requests_before_crash()
             manager.abort_request(abort_all=True)
             until = time.monotonic() + ABORT_S
-            # A prefill's ranks tell decode of what it is sent no more.
+            # Prefill's ranks report aborted transfers to decode.
             while await self._left(manager, until) and time.monotonic() < until:
                 await asyncio.sleep(LOOK_S)
         await self.end(manager, status=1 if left else 0)
 
     def close_door(self, manager: Any) -> None:
-        """Refuse what comes from now on."""
+        """Refuse new requests from now on."""
         prefill = manager.server_args.disaggregation_mode == "prefill"
 
         def refused(body: bytes) -> None:
@@ -211,13 +210,13 @@ class Drain:
 
         cycles = (getattr(connection, "cycle", None) for connection in self.server.server_state.connections)
         self.inside = [cycle for cycle in cycles if cycle and brings_work(cycle.scope)]
-        # Behind the authentication: of whom it turns away nothing is read, and nobody is told in this worker's name.
+        # Behind the authentication: bodies of unauthorized clients are not read, nor reported to the peer.
         router = self.app.router
         router.middleware_stack = Door(router.middleware_stack, refused)
         logger.info("Shutting down: no new requests are accepted; %d are running", len(manager.rid_to_state))
 
     async def wait_empty(self, manager: Any, until: float) -> str:
-        """Wait until there has been nothing for `QUIET_S` seconds. Returns what is left at ``until``, or ""."""
+        """Wait until idle for `QUIET_S` seconds. Returns what is left at ``until``, or ""."""
         began = said = time.monotonic()
         quiet_since: float | None = None
         while True:
@@ -229,31 +228,31 @@ class Drain:
                 logger.info("Shutting down: everything has ended, after %.1f s", quiet_since - began)
                 return ""
             if now >= until or is_hopeless(manager):
-                return left or "something that ended a moment ago"
+                return left or "a request that ended a moment ago"
             if left and now - said >= SAY_S:
                 said = now
                 logger.info("Shutting down: %s", left)
             await asyncio.sleep(LOOK_S)
 
     async def _left(self, manager: Any, until: float) -> str:
-        """What the worker still has, in words; "" for nothing."""
+        """What is still running, for the log; "" if nothing."""
         if manager.rid_to_state:
             return f"{len(manager.rid_to_state)} requests are left"
         if under_way := self._under_way():
-            return f"{under_way} requests are still coming, or their answers going"
+            return f"{under_way} requests are still arriving or being answered"
         return await of_schedulers(manager, until)
 
     def _under_way(self) -> int:
-        """Requests with which the server is not done: of one whose body is still coming, nobody else knows.
+        """Requests whose HTTP exchange is not complete; only the server knows of one whose body is still arriving.
 
-        What came to the closed door is not among them: it may come again and again.
+        Without those that were refused: clients may retry without end.
         """
         return sum(1 for cycle in self.inside if not (cycle.response_complete or cycle.disconnected))
 
     async def end(self, manager: Any, status: int) -> None:
-        """Have the server send what it has to send, and end this process and its children."""
+        """Let the server finish its answers, and end this process and its children."""
         if manager._subprocess_watchdog is not None:
-            # It would take the end of a child for a crash.
+            # It would treat the end of a child as a crash.
             await asyncio.to_thread(manager._subprocess_watchdog.stop)
         self.server.should_exit = True
         try:
@@ -264,7 +263,7 @@ class Drain:
                     "Shutting down: %d clients did not read their answers in %g s: connections closed", cut, CLOSE_S
                 )
         finally:
-            # Also when the server is faster, and cancels this.
+            # Also if the server ends first and cancels this task.
             logger.info("Shutting down: exit status %d", status)
             kill_process_tree(os.getpid(), include_parent=False)
             logging.shutdown()

@@ -1,4 +1,4 @@
-"""A worker that shuts down has its gateways let go of it, so that they send it nothing that it would refuse.
+"""Before it shuts down, a worker removes itself from its gateways, so that they send no requests it would refuse.
 
 Upstream: none is known.
 """
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 __all__ = ["VARIABLE", "gateways", "key_for", "leave", "leave_all", "listened_at", "own_addresses"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_GATEWAYS"
-# Seconds that a gateway has to answer, and to let go; between two looks whether it has.
+# Seconds for an answer of a gateway, and for the removal; seconds between checks of the removal.
 ANSWER_S, LEAVE_S, LOOK_S = 3.0, 10.0, 0.1
-# Of a gateway with --dp-aware, behind the address of a worker: each of its DP ranks is one there.
+# A gateway with --dp-aware lists each DP rank as a worker, with this suffix of the address.
 _RANK = re.compile(r"@\d+$")
 
 
 def gateways() -> list[str]:
-    """The gateways that are told, by their addresses. Raises ValueError for what is none."""
+    """Addresses of the gateways to notify. Raises ValueError for an invalid one."""
     given = [one.strip().rstrip("/") for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
     for one in given:
         if not _is_url(one):
-            raise ValueError(f"{VARIABLE} has {one!r}: give URLs such as http://10.0.0.3:30002, with commas between.")
+            raise ValueError(f"{VARIABLE} has {one!r}: give URLs such as http://10.0.0.3:30002, separated by commas.")
     return given
 
 
@@ -47,20 +47,20 @@ def _is_url(text: str) -> bool:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        # An address or a port that cannot be read.
+        # An invalid address or port.
         return False
 
 
 def key_for(args: Any) -> str | None:
-    """The key that gateways are given: that of the tools, or this worker's own; None if there is none."""
+    """The key for gateways: the tools' or this worker's own; None if there is none."""
     return servers_key() or args.api_key or None
 
 
 def own_addresses(host: str) -> set[str]:
-    """Addresses of the names of this worker, without scopes. host: where its HTTP server listens."""
+    """Addresses of this worker's names, without scopes. host: where its HTTP server listens."""
     names = {host, socket.gethostname()}
     try:
-        # SGLANG_HOST_IP, where it is set.
+        # SGLANG_HOST_IP, if set.
         names.add(get_local_ip_auto())
     except Exception as e:
         logger.debug("No address of the default route: %s", e)
@@ -68,9 +68,9 @@ def own_addresses(host: str) -> set[str]:
 
 
 def listened_at(host: str) -> set[str]:
-    """Addresses of all interfaces, without scopes, where ``host`` is 0.0.0.0 or :: and the server listens at all.
+    """Addresses of all interfaces, without scopes, if ``host`` is 0.0.0.0 or ::, where the server listens on all.
 
-    Those of IPv4 or of IPv6: the server's socket at :: takes IPv6 only.
+    Of one IP version: the server's socket at :: accepts IPv6 only.
     """
     versions = {_version(one) for one in _addresses(host) if ipaddress.ip_address(one).is_unspecified}
     try:
@@ -81,7 +81,7 @@ def listened_at(host: str) -> set[str]:
 
 
 def _version(address: str) -> int | None:
-    """4 or 6; None of a MAC address."""
+    """4 or 6; None for a MAC address."""
     try:
         return ipaddress.ip_address(address).version
     except ValueError:
@@ -89,12 +89,12 @@ def _version(address: str) -> int | None:
 
 
 def _bare(address: str) -> str:
-    """Without the scope, which each host has for itself."""
+    """The address without its scope, which is local to each host."""
     return address.partition("%")[0]
 
 
 def _addresses(name: str) -> set[str]:
-    """What a name stands for, written as `host_addresses` does: a link-local address with the scope that it has."""
+    """Addresses of a name as `host_addresses` writes them: link-local ones with their scope."""
     try:
         found = socket.getaddrinfo(name.strip("[]"), None)
         return {socket.getnameinfo(info[4], socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0] for info in found}
@@ -103,16 +103,16 @@ def _addresses(name: str) -> set[str]:
 
 
 def _is_here(url: str) -> bool:
-    """Whether a gateway is on this host: all addresses of its name are this host's."""
+    """Whether a gateway is on this host: all addresses of its name belong to this host."""
     own = host_addresses()
     addresses = _addresses(urlsplit(url).hostname or "")
     return bool(addresses) and all(one in own or is_loopback(one) for one in addresses)
 
 
 def leave_all(urls: Collection[str], role: str, host: str, port: int, key: str | None = None) -> None:
-    """Have all these gateways let go of this worker; one that does not is told of in the log.
+    """Remove this worker from all these gateways; failures are logged.
 
-    key: as of `leave`.
+    key: as in `leave`.
     """
     own, others = own_addresses(host), listened_at(host)
     loopback = {address for address in own | others if is_loopback(address)}
@@ -120,8 +120,8 @@ def leave_all(urls: Collection[str], role: str, host: str, port: int, key: str |
     def leave_one(url: str) -> None:
         try:
             here = _is_here(url)
-            # To a gateway of another host a loopback address is a neighbour of its own, and so may be a private one
-            # of an interface: docker0 has the same on all hosts.
+            # For a gateway on another host, a loopback address is its own, and a private address of an interface may
+            # be: docker0 has the same on all hosts.
             near = others if here else {one for one in others if ipaddress.ip_address(one).is_global}
             leave(url, role, port, (own | near) - loopback, loopback if here else (), key)
             logger.info("Shutting down: %s no longer sends requests", url)
@@ -140,15 +140,15 @@ def leave(
     loopback: Collection[str] = (),
     key: str | None = None,
 ) -> None:
-    """Have a gateway (smg) let go of the worker at ``port`` of one of these addresses, and wait until it has.
+    """Remove the worker at ``port`` of one of these addresses from a gateway (smg), and wait for that.
 
-    Of all its ranks, where the gateway has those. loopback: addresses that count where it has nobody at the others: a
-    port of this host may be forwarded to a gateway whose loopback addresses are another host's. key: of a gateway with
-    --api-key. Raises RuntimeError if it asks for another key, knows no such worker, or uses it after `LEAVE_S` seconds;
-    requests' errors.
+    With all its ranks, if the gateway lists ranks. loopback: addresses used only if no worker is listed at the others:
+    a port of this host may be forwarded to a gateway whose loopback addresses belong to another host. key: for a
+    gateway with --api-key. Raises RuntimeError if the gateway requires another key, does not list such a worker, or
+    still uses it after `LEAVE_S` seconds; and the errors of requests.
     """
     with requests.Session() as session:
-        # A proxy has no business between the two.
+        # Directly, without a proxy.
         session.trust_env = False
         if key:
             session.headers["Authorization"] = f"Bearer {key}"
@@ -164,20 +164,20 @@ def leave(
         workers = those_at(at, found)
         if not workers:
             tried = ", ".join(sorted({*addresses, *loopback}))
-            hosts = tried or "this host, of which SGLANG_HOST_IP would give an address"
-            raise RuntimeError(f"it knows no {role} worker at port {port} of {hosts}")
+            hosts = tried or "this host (set SGLANG_HOST_IP to its address)"
+            raise RuntimeError(f"it lists no {role} worker at port {port} of {hosts}")
         for worker in workers:
             _checked(session.delete(f"{gateway}/workers/{worker['id']}", timeout=ANSWER_S))
         until = time.monotonic() + LEAVE_S
         while any(one.get("is_healthy", True) and one.get("status") != "draining" for one in those_at(at, listed())):
             if time.monotonic() > until:
-                raise RuntimeError(f"it still uses it after {LEAVE_S:g} s")
+                raise RuntimeError(f"it still uses this worker after {LEAVE_S:g} s")
             time.sleep(LOOK_S)
 
 
 def _checked(reply: requests.Response) -> requests.Response:
     if reply.status_code == 401:
-        raise RuntimeError(f"HTTP 401: it asks for a key, which --api-key or {API_KEY} of this worker has to have")
+        raise RuntimeError(f"HTTP 401: it requires a key: set --api-key or {API_KEY} on this worker")
     reply.raise_for_status()
     return reply
 

@@ -14,21 +14,21 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Takes nothing new after SIGTERM, where the worker drains."""
+    """Tokenizer manager that drains on SIGTERM."""
 
-    # None where SIGTERM is the engine's.
+    # None if the engine handles SIGTERM.
     drain: Drain | None = None
 
     def auto_create_handle_loop(self) -> None:
-        """Looks first at who heeds SIGTERM, before the engine does."""
+        """Creates the drain before the engine installs its signal handler."""
         if self.event_loop is None:
             self.drain = Drain.of(self.server_args)
         super().auto_create_handle_loop()
 
     async def sigterm_watchdog(self) -> None:
-        """A worker that drains takes nothing new, and ends by itself.
+        """Drains on SIGTERM, if configured.
 
-        Any other as in the engine, but that a prefill sends first what its clients have been answered for.
+        Otherwise as in the engine, except that a prefill first sends KV whose clients have been answered.
         """
         if self.drain is not None:
             await self.drain.run(self)

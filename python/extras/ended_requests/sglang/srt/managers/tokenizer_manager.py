@@ -1,4 +1,4 @@
-"""Remembers requests that have ended, and tells of them.
+"""Records ended requests, and serves the records over HTTP.
 
 Upstream: none is known.
 """
@@ -13,19 +13,19 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Remembers requests that have ended."""
+    """Tokenizer manager that records ended requests."""
 
-    # Where ended requests are remembered, if they are.
+    # None if no requests are recorded.
     ended: request_life.EndedRequests | None = None
 
     def init_disaggregation(self) -> None:
-        """Remembers ended requests, if it is to."""
+        """Creates the records, if enabled."""
         super().init_disaggregation()
         if request_life.remembered():
             self.ended = request_life.EndedRequests(request_life.remembered(), self.server_args.disaggregation_mode)
 
     def auto_create_handle_loop(self) -> None:
-        """The HTTP server is told of ended requests."""
+        """Adds the route of the records to the HTTP server."""
         if self.event_loop is None and self.ended is not None:
             from sglang.srt.entrypoints.http_server import app
 
@@ -33,13 +33,13 @@ class TokenizerManager(engine.TokenizerManager):
         super().auto_create_handle_loop()
 
     async def tell_ended(self, rid: str | None = None, room: int | None = None, last: int = 0) -> dict:
-        """What is remembered of a request by its rid, or its room, or of the last requests that have ended."""
+        """The records of a request by rid or room, or of the last ended requests."""
         if self.ended is None:
             return {"requests": []}
         return {"requests": self.ended.last(last) if last else self.ended.find(rid, room)}
 
     def _handle_batch_output(self, recv_obj) -> None:
-        """Remembers those that have ended with this output."""
+        """Records requests that end with this output."""
         states = [self.rid_to_state.get(rid) for rid in recv_obj.rids] if self.ended is not None else []
         super()._handle_batch_output(recv_obj)
         for i, state in enumerate(states):
@@ -48,7 +48,7 @@ class TokenizerManager(engine.TokenizerManager):
                 self._remember(recv_obj.rids[i], state, getattr(times[i], "life", None) if times else None)
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        """Remembers one that has ended in a queue."""
+        """Records a request that was aborted in a queue."""
         state = self.rid_to_state.get(recv_obj.rid) if self.ended is not None else None
         super()._handle_abort_req(recv_obj)
         if state is not None and state.finished:

@@ -1,4 +1,4 @@
-"""A request's time stamps go to the process that remembers it.
+"""Sends a request's time stamps to the process that records it.
 
 Upstream: none is known.
 """
@@ -14,16 +14,16 @@ __all__ = ["SchedulerReqTimeStats"]
 
 
 class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
-    """Request times that tell all stamps where these are kept."""
+    """Request times that are sent with all stamps if requests are recorded."""
 
-    # When each stage was reached, as the scheduler has told it; in other processes.
+    # Time of each stage as received from the scheduler; in other processes only.
     life: dict[str, float] | None = None
 
-    # Each message of each request is pickled: where nothing is remembered, that is the engine's alone.
+    # Each message of each request is pickled, so this is defined only if requests are recorded.
     if os.environ.get(request_life.VARIABLE):
 
         def __getstate__(self) -> dict:
-            """Adds all stamps where a worker remembers them: the engine sends five, and its detokenizer none."""
+            """Adds all stamps: the engine's scheduler sends five, its detokenizer none."""
             state = super().__getstate__()
             if not request_life.remembers():
                 return state

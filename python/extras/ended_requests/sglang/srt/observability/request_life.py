@@ -1,7 +1,7 @@
-"""When what happened to a request: the time stamps of the last requests that have ended here, if they are asked for.
+"""Time stamps of the last requests that have ended, if enabled.
 
-The engine stamps each request and forgets it. Here a worker remembers a number of them, for `pd-radix trace`. The
-stamps of a scheduler come with the last output of a request, through the detokenizer.
+The engine stamps each request and discards the stamps. Here a worker keeps the last ones for `pd-radix trace`. A
+scheduler's stamps come with the last output of a request, through the detokenizer.
 
 Upstream: none is known; sgl-project/sglang's tracing sends the same times to an OpenTelemetry collector.
 """
@@ -20,20 +20,20 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 __all__ = ["API_STAGES", "EndedRequests", "SCHEDULER_STAGES", "VARIABLE", "remembered", "remembers", "stamps"]
 
 VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
-# More would fit no memory, and not what counts them.
+# More records would exceed memory, and deque's limit.
 MOST_DIGITS = 9
 
-# The engine's stamps of a scheduler, and what has happened by then, in the words of a record.
+# The engine's stamps of a scheduler, and their names in a record.
 SCHEDULER_STAGES = {
     "scheduler_recv_time": "scheduled",
     "prefill_bootstrap_queue_entry_time": "handshake_begun",
     "decode_prealloc_queue_entry_time": "handshake_begun",
     "bootstrap_done_time": "handshake_done",
     "decode_transfer_queue_entry_time": "admitted",
-    # On prefill when decode has asked for its KV, on decode when all of that has arrived.
+    # On prefill: decode has asked for its KV. On decode: all KV has arrived.
     "wait_queue_entry_time": "waiting",
     "forward_entry_time": "running",
-    # Of a prompt that is computed in several steps, the last one.
+    # If a prompt takes several steps, the last one.
     "prefill_run_batch_start_time": "launched",
     "prefill_finished_time": "prefilled",
     "prefill_transfer_queue_entry_time": "sending",
@@ -41,23 +41,23 @@ SCHEDULER_STAGES = {
     "decode_prebuilt_finish_time": "first_token_taken",
     "completion_time": "completed",
 }
-# Those of the process that answers clients.
+# Stamps of the tokenizer manager.
 API_STAGES = {
     "created_time": "received",
     "tokenize_finish_time": "tokenized",
     "first_token_time": "first_output",
-    # Of a stream, where that was not its end.
+    # The last output of a stream before its end.
     "response_sent_to_client_time": "handed_out",
     "finished_time": "answered",
 }
 
 
 def remembered() -> int:
-    """How many ended requests a worker remembers. Raises ValueError for what is no number, or is a billion or more."""
+    """Number of ended requests to keep. Raises ValueError for an invalid number, or a billion and more."""
     given = os.environ.get(VARIABLE, "").strip() or "0"
     if not given.isdecimal() or len(given) > MOST_DIGITS:
         raise ValueError(
-            f"{VARIABLE} is {given!r}: give the number of ended requests to remember, 0 for none, of at most "
+            f"{VARIABLE} is {given!r}: give the number of ended requests to keep, 0 for none, with at most "
             f"{MOST_DIGITS} digits."
         )
     return int(given)
@@ -65,29 +65,29 @@ def remembered() -> int:
 
 @functools.cache
 def remembers() -> bool:
-    """Whether it remembers any, as it was when first asked: for each message of each request, which takes a while."""
+    """Whether any are kept. Cached: it is called for each message of each request."""
     return remembered() > 0
 
 
 def stamps(times: Any, stages: Mapping[str, str], difference: float) -> dict[str, float]:
-    """When each stage was reached, Unix time in seconds; without those that were not.
+    """Unix time in seconds of each stage that was reached.
 
-    times: with the engine's stamps. difference: from their clock to Unix time.
+    times: object with the engine's stamps. difference: from their clock to Unix time.
     """
     found = {stage: getattr(times, name, 0.0) for name, stage in stages.items() if getattr(times, name, 0.0) > 0}
     return {stage: round(at + difference, 6) for stage, at in found.items()}
 
 
 class EndedRequests:
-    """The last requests that have ended on a worker."""
+    """Records of the last requests that have ended on a worker."""
 
     def __init__(self, most: int, role: str) -> None:
-        """role: the engine's disaggregation mode; "null" is an ordinary server."""
+        """role: the engine's disaggregation mode; "null" is an aggregated server."""
         self._role = "aggregated" if role == "null" else role
         self._records: deque[dict[str, Any]] = deque(maxlen=most)
 
     def note(self, rid: str, state: Any, meta: Mapping[str, Any], life: Mapping[str, float], difference: float) -> None:
-        """Remember a request. state: of the tokenizer manager. meta: what its client was told. life: of its scheduler.
+        """Record a request. state: the tokenizer manager's. meta: the answer's. life: the scheduler's stamps.
 
         difference: from the clock of ``state`` to Unix time.
         """
@@ -106,11 +106,11 @@ class EndedRequests:
         )
 
     def find(self, rid: str | None, room: int | None) -> list[dict[str, Any]]:
-        """The records of a rid, which names the samples of its request too, or of a room; the last one last."""
+        """Records of a rid, including its samples, or of a room; oldest first."""
         return [one for one in self._records if _is(one, rid, room)]
 
     def last(self, number: int) -> list[dict[str, Any]]:
-        """The records of the last ``number`` requests that have ended, the last one first."""
+        """Records of the last ``number`` ended requests, newest first."""
         return list(itertools.islice(reversed(self._records), min(max(number, 0), len(self._records))))
 
 

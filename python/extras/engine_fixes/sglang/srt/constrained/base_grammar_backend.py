@@ -1,4 +1,4 @@
-"""A grammar that cannot be compiled is the error of the request that brought it.
+"""A grammar that cannot be compiled fails only its own request.
 
 Upstream: none is known that catches every error; sgl-project/sglang#4578 (closed) did.
 """
@@ -15,10 +15,10 @@ __all__ = ["BaseGrammarBackend"]
 
 
 class BaseGrammarBackend(engine.BaseGrammarBackend):
-    """A backend that never raises for what a client has sent."""
+    """A grammar backend that does not raise for a client's input."""
 
     def _init_value_dispatch(self, key, require_reasoning):
-        """Adds all errors to those that the engine takes for an invalid grammar; others end the scheduler."""
+        """Treats every exception as an invalid grammar; those that the engine does not catch end the scheduler."""
         try:
             return super()._init_value_dispatch(key, require_reasoning)
         except Exception as e:

@@ -1,4 +1,4 @@
-"""A token that is forced, and that the grammar rejects, ends its own request only.
+"""A forced token that the grammar rejects ends only its own request.
 
 Upstream: none is known.
 """
@@ -15,7 +15,7 @@ __all__ = ["check_grammar"]
 
 
 def check_grammar(req: Any) -> None:
-    """Abort ``req`` for a token that its grammar rejects. No cycles are made, whose memory would be freed late."""
+    """Abort ``req`` on a token that its grammar rejects. Weak references: a cycle's memory would be freed late."""
     grammar: Any = weakref.proxy(req.grammar)
     req = weakref.proxy(req)
 
@@ -28,7 +28,7 @@ def check_grammar(req: Any) -> None:
             reason = f"The grammar of the request rejects token {token}, which was forced: {e}"
             ended = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
             setattr(req, "finished_reason" if req.finished() else "to_finish", ended)
-            # A grammar that has failed may also fail to make the next mask.
+            # A failed grammar may also fail to make the next mask.
             grammar.is_terminated = lambda: True
 
     grammar.accept_token = accept_token

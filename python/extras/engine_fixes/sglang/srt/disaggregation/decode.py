@@ -1,4 +1,4 @@
-"""Decode trees tell prompts with an ``extra_key`` apart; logprobs that prefill was not asked for are left out.
+"""Separates prompts with an ``extra_key`` in KV events, and drops logprobs that prefill was not asked for.
 
 See ``mem_cache/kv_event_namespaces.py`` and ``utils.py``.
 

@@ -1,4 +1,4 @@
-"""Logits of which no token can be chosen, and logit processors that raise, cost only their own requests the answer.
+"""Logits without a possible token, and logit processors that raise, fail only their own requests.
 
 Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) aborts requests whose logits are all NaN.
 """
@@ -19,13 +19,13 @@ __all__ = ["Sampler", "apply_custom_logit_processor"]
 
 
 class Sampler(engine.Sampler):
-    """A sampler that says for which requests it had nothing to choose from, and whose logit processor has failed."""
+    """A sampler that reports requests without a possible token or with a failed logit processor."""
 
     def forward(self, logits_output, sampling_info, *args, **kwargs):
-        """Adds two things to the output, for the scheduler.
+        """Adds two fields to the output, for the scheduler.
 
-        ``failed_processors``: why, by the request's place. ``hopeless``: (requests,) bool, without a token to choose:
-        the first is, though it is forbidden. That takes no pass over the logits, and no wait for the device.
+        ``failed_processors``: reasons by batch index. ``hopeless``: bool (requests,), whether no token was possible:
+        then token 0 is chosen although it is forbidden. This needs no pass over the logits and no wait for the device.
         """
         sampling_info.failed_processors, sampling_info.first_is_forbidden = {}, None
         sampling_info.replaces_nan = self.use_nan_detection
@@ -36,9 +36,9 @@ class Sampler(engine.Sampler):
         return token_ids
 
     def _preprocess_logits(self, logits, sampling_info):
-        """Adds that the first token can be drawn where a grammar, or biases and ``min_new_tokens``, forbid all.
+        """Makes token 0 possible if a grammar, or biases and ``min_new_tokens``, forbid all tokens.
 
-        The engine draws from no distribution then, which ends the scheduler; and on a CPU for what are no numbers.
+        Otherwise the engine samples from an invalid distribution, which ends the scheduler; on a CPU also from NaN.
         """
         logits, info = super()._preprocess_logits(logits, sampling_info), sampling_info
         drawn = not info.is_all_greedy and hasattr(info, "first_is_forbidden")
@@ -55,18 +55,18 @@ class Sampler(engine.Sampler):
 
 
 def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_tokens_in_batch: int = 1) -> None:
-    """Replaces the engine's, in which the error of one processor ends the scheduler.
+    """Replaces the engine's, in which an error of one processor ends the scheduler.
 
-    logits: (requests * num_tokens_in_batch, vocabulary), changed in place. Requests that share a processor are given to
-    it together, and where that raises or leaves one of them no token, each by itself. Who fails by itself keeps the
-    logits it had, and is noted in ``failed_processors`` by its place, to be failed with the batch's result; so is who
+    logits: (requests * num_tokens_in_batch, vocabulary), changed in place. Requests that share a processor are passed
+    to it together; if that raises or leaves one of them no token, each separately. A request that fails keeps its
+    logits and is entered in ``failed_processors`` by batch index, to be failed with the batch's result. So is one that
     fails on another TP rank.
     """
     info = sampling_batch_info
     greedy, params, replaces_nan = info.is_all_greedy, info.custom_params, getattr(info, "replaces_nan", False)
-    # A step of speculation does not come from `Sampler.forward`.
+    # A speculative step does not call `Sampler.forward`.
     vars(info).setdefault("failed_processors", {})
-    # Why those who share a processor were given to it each by itself, by their places.
+    # By batch index: why requests that share a processor were passed to it separately.
     apart: dict[int, str] = {}
     for processor, mask in sampling_batch_info.custom_logit_processor.values():
         places = [place for place, asks in enumerate(mask.tolist()) if asks]
@@ -89,13 +89,13 @@ def apply_custom_logit_processor(logits: torch.Tensor, sampling_batch_info, num_
 
 
 def _agree_on_failures(logits: torch.Tensor, info: Any, apart: Mapping[int, str], num_tokens: int) -> None:
-    """Fail on all TP ranks who has failed on one of them: else their batches differ from then on, and the worker hangs.
+    """Fail on all TP ranks what failed on one: otherwise their batches differ from then on, and the worker hangs.
 
-    apart: who was given to a processor by itself, and why. If other ranks gave it together with others, it fails too:
-    what they made of its logits may differ. Who fails so gets the same token on all ranks: it may enter their trees.
+    apart: reasons of requests that were passed to a processor separately. If other ranks passed one together with
+    others, it fails too, since their logits may differ. It gets the same token on all ranks: it may enter their trees.
 
-    One collective on the device, as the engine's of tokens, over the ranks that sample for the same requests; only in
-    steps of requests with a processor, and of no rank alone.
+    One collective on the device, like the engine's for tokens, over the ranks that sample the same requests; only in
+    steps with logit processors, and never on a single rank.
     """
     group = engine.get_attention_tp_group() if engine.is_dp_attention_enabled() else engine.get_tp_group()
     if group.world_size == 1:
@@ -110,19 +110,19 @@ def _agree_on_failures(logits: torch.Tensor, info: Any, apart: Mapping[int, str]
             continue
         if place not in failed:
             name = next(type(processor).__name__ for processor, mask in processors if mask[place])
-            elsewhere = f"Custom logit processor {name} failed: on another TP rank, whose log says why"
+            elsewhere = f"Custom logit processor {name} failed: on another TP rank, see its log"
             failed[place] = apart[place] if most == 1 and place in apart else elsewhere
             logger.error(failed[place])
         logits[place * num_tokens : (place + 1) * num_tokens] = 0.0
 
 
 def _processed(processor, logits: torch.Tensor, params: list, greedy: bool, replaces_nan: bool = False) -> torch.Tensor:
-    """What the processor makes of a copy of some requests' logits. Raises what it raises, and if no token is left."""
+    """The processor's result for a copy of some requests' logits. Raises its errors, and if no token is possible."""
     changed = processor(logits, params)
-    # As the engine replaces them, where it was asked to (``--enable-nan-detection``).
+    # As the engine replaces NaN with ``--enable-nan-detection``.
     peak = (changed.nan_to_num(-1e5, torch.inf, -torch.inf) if replaces_nan else changed).max(dim=-1).values
-    # The greatest may be infinite where nothing is drawn.
+    # The maximum may be infinite in greedy decoding.
     possible = peak > -torch.inf if greedy else torch.isfinite(peak)
     if not possible.all():
-        raise ValueError("it returned logits of which no token can be chosen")
+        raise ValueError("no token can be chosen from the logits it returned")
     return changed

@@ -1,4 +1,4 @@
-"""Errors of a batch that are one request's.
+"""Errors in a batch that are caused by one request.
 
 Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) aborts requests whose logits are all NaN.
 """
@@ -23,12 +23,12 @@ NO_TOKEN = "No token can be chosen: the grammar, logit_bias or the model leave n
 
 
 def check_processor(text: str, group: dist.ProcessGroup) -> None:
-    """Raise on all ranks of ``group`` if one of them cannot make the logit processor that ``text`` says.
+    """Raise on all ranks of ``group`` if one of them cannot make the logit processor ``text``.
 
-    group: on the CPU, of the ranks that have been given its request; all come here with it. To make a processor runs
-    the client's code, which may go by what is another on each rank: files, memory, chance. Each batch makes it anew,
-    with `Unmade` in place of what it cannot make. One collective for each such request, none for a rank alone. Raises
-    what the making has raised here, else ValueError with a rank that knows why.
+    group: CPU group of the ranks that have the request; all call this. Making a processor runs the client's code, whose
+    result may differ between ranks (files, memory, randomness). Each batch makes it again, with `Unmade` on failure.
+    One collective per such request, none on a single rank. Raises this rank's error, else ValueError with the number
+    and reason of a failed rank.
     """
     error = None
     try:
@@ -47,18 +47,18 @@ def check_processor(text: str, group: dist.ProcessGroup) -> None:
 
 
 def failed_processors(batch: Any, result: Any) -> dict[int, str]:
-    """Why the logit processors of a step's requests failed, by their place in the batch. Takes them off the batch."""
-    # With pipeline stages the result has them, else its output.
+    """Reasons of failed logit processors in a step, by batch index. Removes them from the batch."""
+    # With pipeline stages they are on the result, else on its output.
     found = (getattr(of, "failed_processors", None) for of in (result, getattr(result, "logits_output", None)))
     failed = next(filter(None, found), None)
-    # A step of speculation leaves them with the batch.
+    # A speculative step leaves them on the batch.
     info = getattr(batch, "sampling_info", None)
     left = vars(info).pop("failed_processors", None) if info is not None else None
     return failed or left or {}
 
 
 def without_token(result: Any) -> dict[int, str]:
-    """The same for requests that no token was left for. Waits for the result, once, as is done next anyway."""
+    """Reasons of requests without a possible token. Waits for the result once, as the engine does next anyway."""
     found = (getattr(of, "hopeless", None) for of in (result, getattr(result, "logits_output", None)))
     hopeless = next((flags for flags in found if flags is not None), None)
     if hopeless is None:
@@ -71,7 +71,7 @@ def without_token(result: Any) -> dict[int, str]:
 
 
 def pad_token_logprobs(output: Any) -> None:
-    """Give a request without ``token_ids_logprob`` an empty tensor beside those of a request with it.
+    """Use an empty tensor for a request without ``token_ids_logprob`` in a batch that has others with it.
 
     The engine has an empty list there and raises.
     """
@@ -81,13 +81,13 @@ def pad_token_logprobs(output: Any) -> None:
 
 
 def fail_running(reqs: Any, reasons: Mapping[int, str]) -> None:
-    """Have requests of a batch fail with the batch's result. reasons: by their place."""
+    """Fail requests of a batch with the batch's result. reasons: by batch index."""
     for place, reason in reasons.items():
-        # Of a batch that is padded, the result has places that are nobody's.
+        # A padded batch has entries without a request.
         if place >= len(reqs) or reqs[place].finished():
             continue
         req = reqs[place]
-        # What was sampled for it is no token of its grammar.
+        # Its sampled token does not follow its grammar.
         req.grammar = None
         sender = getattr(req, "disagg_kv_sender", None)
         if isinstance(sender, CommonKVSender):

@@ -1,4 +1,4 @@
-"""The request of /generate: each prompt of a batch has its own key, and each request a name.
+"""Requests of /generate: an ``extra_key`` per prompt, and a rid for each request.
 
 Upstream: none is known.
 """
@@ -15,12 +15,12 @@ __all__ = ["GenerateReqInput"]
 
 @dataclass
 class GenerateReqInput(engine.GenerateReqInput):
-    """A request whose ``extra_key`` may be a list, as its type says."""
+    """A request whose ``extra_key`` may be a list, as declared."""
 
     def normalize_batch_and_arguments(self) -> None:
-        """Gives a name to a request whose name is empty.
+        """Replaces an empty rid.
 
-        By that, its client would abort all requests when it leaves: a worker aborts those whose name begins with it.
+        A client that disconnects would abort all requests: an abort covers all rids that begin with its own.
         """
         many = isinstance(self.rid, list)
         named = [uuid.uuid4().hex if rid == "" else rid for rid in (self.rid if many else [self.rid])]
@@ -28,9 +28,9 @@ class GenerateReqInput(engine.GenerateReqInput):
         super().normalize_batch_and_arguments()
 
     def __getitem__(self, i: int) -> GenerateReqInput:
-        """Adds the prompt's own key; the engine gives all of them to each, and so does this where they do not fit."""
+        """Adds the prompt's own key; the engine passes the whole list, and so does this if the lengths differ."""
         item = super().__getitem__(i)
         if isinstance(self.extra_key, list) and len(self.extra_key) == self.batch_size:
-            # As the other lists with n samples of each prompt: all prompts, n times.
+            # Ordered as other lists with n samples per prompt: all prompts, n times.
             item.extra_key = self.extra_key[i % self.batch_size]
         return item

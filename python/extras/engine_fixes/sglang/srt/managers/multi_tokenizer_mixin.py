@@ -1,4 +1,4 @@
-"""Several tokenizer processes refuse what only one would do.
+"""With several tokenizer processes, refuses calls that would reach only one of them.
 
 Upstream: none is known.
 """
@@ -15,7 +15,7 @@ __all__ = ["TokenizerWorker"]
 
 
 def _for_all(call):
-    """A call that has to reach all tokenizer processes, and reaches one: on a worker of a pair it is refused."""
+    """Refuses a call on a worker of a pair: it must reach all tokenizer processes but reaches one."""
 
     @functools.wraps(call)
     async def refuse(self, *args, **kwargs):
@@ -28,8 +28,8 @@ def _for_all(call):
 
 
 class TokenizerWorker(engine.TokenizerWorker):
-    """One of several tokenizer processes. On a worker of a pair it refuses what would pause its own requests alone,
-    update weights under those of the others, or change adapters that the others keep."""
+    """One of several tokenizer processes. On a worker of a pair it refuses pauses, which would hold only its own
+    requests, and updates of weights or adapters, which the others would not notice."""
 
 
 _WEIGHTS = map("update_weights_from_{}".format, ("disk", "distributed", "tensor", "ipc"))

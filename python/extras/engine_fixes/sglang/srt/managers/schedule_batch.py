@@ -1,4 +1,4 @@
-"""What penalties and grammars are told of an answer's tokens, on decode with the flag.
+"""Tokens that penalties and grammars receive, on decode with the flag.
 
 Upstream: none is known.
 """
@@ -14,26 +14,25 @@ __all__ = ["ScheduleBatch"]
 
 
 class ScheduleBatch(engine.ScheduleBatch):
-    """A batch that tells penalties and grammars what the aggregated engine tells them."""
+    """A batch whose penalties and grammars receive the same tokens as in the aggregated engine."""
 
     def prepare_for_decode(self) -> None:
-        """With the decode tree, penalties are told of an answer's tokens in the order of the aggregated engine."""
+        """With the decode tree, passes output tokens to penalties in the aggregated engine's order."""
         with tell_delayed(self) if self._tells_delayed() else nullcontext():
             super().prepare_for_decode()
 
     def _tells_delayed(self) -> bool:
-        """Whether the next step is overlapped and has penalties; in overlapped steps of speculation there are none."""
+        """Whether the next step is overlapped and has penalties; overlapped speculative steps have none."""
         if not self.enable_overlap or not self.spec_algorithm.is_none():
             return False
         required = self.sampling_info.penalizer_orchestrator.is_required
         return required and any(req.decode_prefix_len is not None for req in self.reqs)
 
     def process_prebuilt(self, server_args, future_map) -> None:
-        """Resumes keep what they had.
+        """Restores grammars and penalties of resumed requests.
 
-        The engine gives a grammar the last token of a request that comes back, unless it has noted one: only xgrammar's
-        own does. To those of reasoning and of other backends that is a second one. Penalties, which are made anew, it
-        tells nothing of the answer so far.
+        The engine passes a resumed request's last token to its grammar again, unless the grammar has recorded it; only
+        xgrammar's own does. Penalties are created anew and receive no earlier output tokens.
         """
         for place, req in enumerate(self.reqs):
             if not req.retracted_stain or req.decode_prefix_len is None:

@@ -1,4 +1,4 @@
-"""Errors of a batch that are one request's, in the scheduler.
+"""Scheduler in which an error of one request ends only that request.
 
 Upstream: none is known for logit processors; sgl-project/sglang#33206 (open) aborts requests whose logits are all NaN.
 """
@@ -14,15 +14,15 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """A scheduler in which an error of one request ends that request, and no other."""
+    """A scheduler in which an error of one request ends only that request."""
 
     def handle_generate_request(self, recv_req) -> None:
-        """Adds the check of a logit processor: it can be made on all ranks, or is refused."""
+        """Adds the check of a logit processor: it is refused unless all ranks can make it."""
         self.note_optional_parts(asked=recv_req)
-        # An empty one is none to the engine, until there is another in its batch, which then ends the worker.
+        # The engine ignores an empty one, unless another request in its batch has one; then the worker ends.
         recv_req.custom_logit_processor = recv_req.custom_logit_processor or None
         with_processor = recv_req.custom_logit_processor and self.server_args.enable_custom_logit_processor
-        # Pipeline stages do not meet here: `Unmade` fails it, as where a later batch cannot make it again.
+        # Pipeline stages do not synchronise here: `Unmade` fails the request, as on a later failure.
         if with_processor and self.pp_size == 1:
             try:
                 batch_failures.check_processor(recv_req.custom_logit_processor, self.dp_tp_cpu_group)
@@ -32,10 +32,10 @@ class Scheduler(engine.Scheduler):
         super().handle_generate_request(recv_req)
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds the check of tokens that are forced, and two cases that the engine misses.
+        """Adds the check of forced tokens, and two cases that the engine misses.
 
-        A pause in mode ``retract`` requeues decode requests without ``is_retracted``: they would start another
-        handshake, with a prefill that has finished them, and wait forever.
+        A pause in mode ``retract`` requeues decode requests without ``is_retracted``. They would start another handshake
+        with a prefill that has finished them, and wait forever.
 
         With priorities, prefill and decode (with the flag) sort the queue by priority. A request without one, such as a
         warm-up, would end the worker: it gets the lowest.
@@ -50,10 +50,10 @@ class Scheduler(engine.Scheduler):
         super()._add_request_to_queue(req, is_retracted)
 
     def process_batch_result(self, batch, result) -> None:
-        """Adds the errors of a batch that are one request's: that request ends with its error, and no other."""
+        """Ends a request with its own error in a batch, and no other request."""
         batch_failures.pad_token_logprobs(getattr(result, "logits_output", None))
         failed = batch_failures.failed_processors(batch, result)
-        # Which requests go on to the next draft has been decided by then: those that fail end with that.
+        # Verification has already chosen the requests of the next draft: failed ones end after the result.
         verified = bool(failed) and getattr(result, "accept_length_per_req_cpu", None) is not None
         if not verified:
             batch_failures.fail_running(batch.reqs, failed | batch_failures.without_token(result))

@@ -1,4 +1,4 @@
-"""What one request of a batch asks for is told to no other; first tokens of prebuilt batches on decode.
+"""Optional output of one request in a batch goes to no other; first tokens of prebuilt batches on decode.
 
 Upstream: none is known.
 """
@@ -14,23 +14,23 @@ __all__ = ["SchedulerOutputProcessorMixin"]
 
 
 class SchedulerOutputProcessorMixin(engine.SchedulerOutputProcessorMixin):
-    """Sends requests with optional parts of their own in messages of their own."""
+    """Sends requests with different optional outputs in separate messages."""
 
-    # Whether a request has had hidden states, experts or other parts of its own in its messages, since the start: all
-    # that run would have to be asked in every step.
+    # Whether any request had hidden states, experts or other optional output since the start; otherwise all running
+    # requests would be checked in every step.
     has_optional_parts = False
 
     def note_optional_parts(self, asked: Any = None, output: Any = None) -> None:
-        """Take note of what a request ``asked`` for, or of what the ``output`` of a step has for its requests."""
+        """Record optional output that a request ``asked`` for, or that the ``output`` of a step has."""
         asks = getattr(asked, "return_hidden_states", False) or getattr(asked, "return_routed_experts", False)
         if asks or getattr(output, "customized_info", None):
             self.has_optional_parts = True
 
     def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """Gives each optional part of a message an entry for all its requests, or for none.
+        """Sends messages in which each optional output has an entry for all requests, or for none.
 
-        The engine makes one for those that have asked for it only, and the tokenizer manager looks it up by the place
-        among all: it ends, or tells one client what another has asked for.
+        The engine adds entries only for requests that asked, but the tokenizer manager reads them by the index among
+        all requests: it raises, or one client receives another's output.
         """
         if not self.has_optional_parts or not any(
             req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs

@@ -1,4 +1,4 @@
-"""Completes the answers of requests that say how; see `entrypoints/openai/serving_completions.py`.
+"""Applies the amendments of `entrypoints/openai/serving_completions.py` to answers.
 
 Upstream: none is known.
 """
@@ -11,10 +11,10 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Gives each answer to who asked to amend it."""
+    """Passes each answer to the request's ``amend``."""
 
     def generate_request(self, obj, request=None):
-        """Adds the ``amend`` of a request."""
+        """Adds the call of ``amend``."""
         amend = vars(obj).pop("amend", None)
         answers = super().generate_request(obj, request)
         return answers if amend is None else _amended(answers, amend)

@@ -1,8 +1,8 @@
-"""KV events of prompts with an ``extra_key`` (a salt, an adapter), kept apart from those of the same tokens without.
+"""Separates KV events of prompts with an ``extra_key`` (a salt, an adapter) from those of equal tokens without one.
 
-The engine names a page in its events by the tokens up to its end alone. Two requests whose KV must not be shared then
-have one name for two pages, and who listens takes both for gone when one is evicted. Here the chain of names begins
-with the ``extra_key``, if there is one. Without, names are the engine's.
+The engine derives a page's hash in its events from the tokens up to its end alone. Two pages whose KV must not be
+shared can then have the same hash, and a subscriber removes both when one is evicted. Here the chain of hashes begins
+with the ``extra_key``, if there is one. Without it, hashes are the engine's.
 
 Upstream: none is known.
 """
@@ -23,20 +23,20 @@ __all__ = ["NamespacedRadixCache", "namespace_hash", "record_store"]
 
 
 def namespace_hash(extra_key: str) -> str:
-    """The hash, hexadecimal, on which the first page of a prompt with this ``extra_key`` is chained."""
-    # JSON can bring a surrogate that stands alone.
+    """Hexadecimal hash that precedes the first page of a prompt with this ``extra_key``."""
+    # JSON may contain a lone surrogate.
     return hashlib.sha256(extra_key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def record_store(tree: RadixCache, node: TreeNode, record: Callable[[TreeNode], None]) -> None:
-    """Have the engine ``record`` the events of a new node, whose pages get their names here where it has an extra_key.
+    """Call ``record`` for a new node; with an extra_key, its pages first get their hashes here.
 
-    The event of a first page names the extra_key's hash as its parent, which is no page: who works out names of its own
-    from tokens finds no place for it, instead of a wrong one.
+    The event of the first page has the extra_key's hash as parent, which is no page's: a subscriber that computes
+    hashes from tokens finds no parent, instead of a wrong one.
     """
     extra_key = node.key.extra_key
     if not tree.enable_kv_cache_events or extra_key is None or node.parent is not tree.root_node:
-        # Further down, names follow from the parent's.
+        # Hashes of lower nodes follow from the parent's.
         record(node)
         return
     namespace = name = namespace_hash(extra_key)
@@ -51,7 +51,7 @@ def record_store(tree: RadixCache, node: TreeNode, record: Callable[[TreeNode], 
 
 
 class NamespacedRadixCache(DecodeRadixCache):
-    """Layer of each decode tree, whose events tell prompts with an ``extra_key`` apart."""
+    """Layer of each decode tree that separates prompts with an ``extra_key`` in events."""
 
     def _record_store_event(self, node: TreeNode) -> None:
         record_store(self, node, super()._record_store_event)

@@ -1,8 +1,8 @@
-"""Which tokens of an answer its penalties have been told of, and are told next, on decode with the flag.
+"""Output tokens that penalties have received and receive next, on decode with the flag.
 
-Penalties are of frequency, presence and repetition; ``min_new_tokens`` is one too, which counts what it is told.
-Without overlap each step tells them the last token, with overlap the one before: the last is still on the device. The
-first time the latter is the prompt's last token.
+Penalties are frequency, presence, repetition and ``min_new_tokens``, which counts tokens. Each step passes them the
+last token; with overlap the one before it, since the last is still on the device. The first such token is the prompt's
+last.
 
 Upstream: none is known.
 """
@@ -23,11 +23,11 @@ __all__ = ["tell_delayed", "tell_earlier"]
 
 @contextmanager
 def tell_delayed(batch: ScheduleBatch) -> Iterator[None]:
-    """Tell the penalties of ``batch`` what its next overlapped step has to; the engine tells them nothing meanwhile.
+    """Pass the tokens of the next overlapped step to the penalties of ``batch``; disable the engine's own call.
 
-    The engine tells the last token that has been processed. Of one whose KV has come that is its first token, twice:
-    the aggregated engine has not processed it by then. And where another step came between two, it is the last token
-    twice, and never the one before.
+    The engine passes the last processed token. For a request whose KV has just arrived that is its first token, and
+    again in the next step; the aggregated engine has not processed it by then. After an interleaved step it passes the
+    last token twice and skips the one before.
     """
     penalties = batch.sampling_info.penalizer_orchestrator
     tokens = [_before_last(req, penalties.vocab_size) for req in batch.reqs]
@@ -40,7 +40,7 @@ def tell_delayed(batch: ScheduleBatch) -> Iterator[None]:
 
 
 def _end_of_prompt(req: Req, vocab_size: int) -> int:
-    """The last token of a prompt. Where that is of an image the engine has a hash in its place, which is no token."""
+    """The last token of a prompt. In place of an image's tokens the engine has a hash, which is skipped."""
     for token in (req.origin_input_ids[-1], req.origin_input_ids_unpadded[-1]):
         if 0 <= token < vocab_size:
             return token
@@ -48,7 +48,7 @@ def _end_of_prompt(req: Req, vocab_size: int) -> int:
 
 
 def _before_last(req: Req, vocab_size: int) -> int:
-    """The token before the last one that has been sampled, which has no KV yet. Of others, as the engine has it."""
+    """The token before the last sampled one, which has no KV yet. Without a decode prefix, the engine's choice."""
     if not req.output_ids:
         return _end_of_prompt(req, vocab_size)
     place = req.kv_committed_len - 1 - len(req.origin_input_ids)
@@ -58,9 +58,9 @@ def _before_last(req: Req, vocab_size: int) -> int:
 
 
 def tell_earlier(batch: ScheduleBatch, place: int) -> None:
-    """Tell the penalties of the request at ``place``, which has been retracted, what they knew before.
+    """Pass all earlier output tokens of the retracted request at ``place`` to its penalties.
 
-    All that is there but what the next step tells.
+    Without the token that the next step passes.
     """
     req, penalties = batch.reqs[place], batch.sampling_info.penalizer_orchestrator
     known = req.output_ids[:-1]
@@ -73,7 +73,7 @@ def tell_earlier(batch: ScheduleBatch, place: int) -> None:
 
 
 def _add(state: dict[str, Any], place: int, tokens: torch.Tensor) -> None:
-    """Add ``tokens`` to what a penalizer of the engine has of the request at ``place``. state: its attributes."""
+    """Add ``tokens`` to a penalizer's state for the request at ``place``. state: the penalizer's attributes."""
     if "len_output_tokens" in state:
         state["len_output_tokens"][place] += len(tokens)
     if "cumulated_frequency_penalties" in state:

@@ -1,4 +1,4 @@
-"""A logit processor that cannot be made for a batch costs only its own requests the answer.
+"""A logit processor that cannot be made for a batch fails only its own requests.
 
 Upstream: none is known.
 """
@@ -13,13 +13,13 @@ __all__ = ["CustomLogitProcessor"]
 
 
 class CustomLogitProcessor(engine.CustomLogitProcessor):
-    """As batches make logit processors, which the engine does anew for each: an error there ends the scheduler."""
+    """Makes logit processors; the engine does so again for each batch, and an error there ends the scheduler."""
 
     @classmethod
     def from_str(cls, json_str: str) -> Any:
-        """Wraps the engine's: what cannot be made is stood in for, and fails its requests when they are sampled.
+        """Returns a placeholder on failure, which fails its requests when they are sampled.
 
-        On all TP ranks then, as any processor that raises, and on the pipeline stage that samples.
+        That happens on all TP ranks, as for any processor that raises, and on the pipeline stage that samples.
         """
         try:
             return engine.CustomLogitProcessor.from_str(json_str)
@@ -28,11 +28,11 @@ class CustomLogitProcessor(engine.CustomLogitProcessor):
 
 
 class Unmade:
-    """Stands in for a logit processor that could not be made."""
+    """Placeholder for a logit processor that could not be made."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __call__(self, logits: Any, params: Any) -> Any:
-        """Raises RuntimeError with why there is none."""
+        """Raises RuntimeError with the reason."""
         raise RuntimeError(f"it could not be made: {type(self._error).__name__}: {self._error}") from self._error

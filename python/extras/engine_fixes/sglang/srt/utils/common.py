@@ -1,4 +1,4 @@
-"""The label that the engine's HTTP metrics give a request.
+"""The path label of a request in the engine's HTTP metrics.
 
 Upstream: none is known.
 """
@@ -13,9 +13,9 @@ __all__ = ["_get_fastapi_request_path"]
 
 
 def _get_fastapi_request_path(request: Any) -> tuple[str, bool]:
-    """A router which another one includes is a route without a path, as in FastAPI 0.165.
+    """Handles routes without a path: in FastAPI 0.165 a router included in another one.
 
-    With ``--enable-metrics`` the engine raises then, and answers 500 to whoever asks for ``/v1/loads``, as smg does.
+    With ``--enable-metrics`` the engine raises for them and answers 500 to ``/v1/loads``, which smg requests.
     """
     try:
         return engine._get_fastapi_request_path(request)

@@ -1,4 +1,4 @@
-"""Decode answers as prefill does where that says that a request is itself at fault.
+"""Decode answers 400 where prefill reports that the request itself is at fault.
 
 Upstream: none is known.
 """
@@ -14,10 +14,10 @@ __all__ = ["DecodeTransferQueue"]
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Knows of whose fault a failure is."""
+    """Distinguishes failures caused by the request."""
 
     def _fail(self, decode_req) -> None:
-        """The client of a request that prefill has refused is answered 400, as prefill's is."""
+        """Answers 400, as prefill does, if prefill has refused the request."""
         super()._fail(decode_req)
         finish = decode_req.req.finished_reason
         if is_at_fault(finish.message):

@@ -1,9 +1,9 @@
-"""Requests that a prefill has lost while no queue polls them, and how all of its ranks end them in the same step.
+"""Requests that fail on prefill while no queue polls them; all ranks end them in the same step.
 
-The engine looks at a transfer while its request waits for decode, and again when its prompt has been computed. What
-fails in between waits for its turn and is then computed to its end. To stop that, all ranks must do so in the same
-step, and they learn of a failure in different ones. So the rank that receives for all of them says it, as if it had
-received it: the engine hands that on to the others in every step anyway, and where nothing is lost not a byte more.
+The engine polls a transfer while its request waits for decode, and again after its prompt is computed. A request that
+fails in between is still computed completely. To stop it, all ranks must act in the same step, but they learn of the
+failure in different ones. So the receiving rank adds a message to those it receives, which the engine distributes to
+the other ranks in every step anyway. Without failures not one byte is added.
 
 Upstream: none is known.
 """
@@ -25,31 +25,31 @@ __all__ = ["LostReqs", "MessageAhead", "maybe_lost"]
 
 @dataclass
 class LostReqs:
-    """From the rank that receives to all ranks of a prefill: why requests have failed, by room.
+    """Reasons of failed requests by room, from the receiving rank to all ranks of a prefill.
 
-    Two requests may have one rid: a gateway's that has tried again, or two clients'.
+    By room because two requests may have the same rid: a gateway's retry, or two clients.
     """
 
     reasons: dict[int, str]
 
 
 class MessageAhead:
-    """The socket from which a scheduler receives, with ``message`` before anything else."""
+    """The socket from which a scheduler receives, with ``message`` ahead of its messages."""
 
     def __init__(self, message: Any, socket: Any):
         self._messages, self._socket = [message], socket
 
     def recv_pyobj(self, flags: int = 0) -> Any:
-        """The next message; raises zmq.ZMQError where there is none, as the socket does."""
+        """The next message; raises zmq.ZMQError if there is none, as the socket does."""
         return self._messages.pop() if self._messages else self._socket.recv_pyobj(flags)
 
 
 def maybe_lost(reqs: Iterable[Req], refused: Container[int]) -> list[Req]:
-    """Those of ``reqs`` whose senders may have a `failure_reason`, and all that have; of thousands, mostly none.
+    """Those of ``reqs`` whose senders may have a `failure_reason`, including all that do; usually none.
 
-    refused: the rooms for which decode's request cannot be used, or that it has given up.
+    refused: rooms for which decode's request is unusable or cancelled.
     """
-    # In each turn, so not a call for each of them.
+    # Inline: this runs in each iteration for every request.
     now = time.monotonic()
     return [
         req

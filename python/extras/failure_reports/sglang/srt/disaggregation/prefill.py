@@ -1,4 +1,4 @@
-"""Prefill's clients hear at once that a prompt is computed or a request has failed, for which nothing more is computed.
+"""Prefill answers clients at once after a prompt is computed or fails, and stops computing failed requests.
 
 Upstream: none is known.
 """
@@ -31,7 +31,7 @@ __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 
 @contextlib.contextmanager
 def _told_at_once(scheduler: Scheduler) -> Iterator[None]:
-    """What the engine tells clients of failed requests, each time with a look at all that wait, goes in one message."""
+    """Collects the engine's answers to failed requests into one message: each output scans all waiting requests."""
     told: list[Req] = []
     send = scheduler.stream_output
     scheduler.stream_output = lambda reqs, *_: told.extend(reqs)
@@ -43,31 +43,31 @@ def _told_at_once(scheduler: Scheduler) -> Iterator[None]:
 
 
 def _goes_well(req: Req) -> bool:
-    """Whether nothing has gone wrong with a request so far that a decode worker with a radix cache has asked for."""
+    """Whether a request, which a decode worker with a radix cache has asked for, has not failed."""
     sender = req.disagg_kv_sender
     if req.finished() or req.to_finish is not None or not isinstance(sender, CommonKVSender):
         return False
     manager = sender.kv_mgr
     if manager.pp_size > 1 or getattr(manager.server_args, "tokenizer_worker_num", 1) > 1:
-        # The last stage, or the process that ends the worker, would not know of what is still being sent.
+        # The last stage, or the process that ends the worker, does not know which KV is still being sent.
         return False
     return not sender.has_failed() and names_prefix(sender.state.asked.values())
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
-    """Answers all that fail in one step at once."""
+    """Sends the answers of all requests that fail in one step together."""
 
     def pop_and_answer(self, *args):
-        """Sends all answers as one message; sending may change the status that is counted afterwards."""
+        """Sends all answers in one message; sending may change the status that is counted afterwards."""
         with _told_at_once(self.scheduler):
             return super().pop_and_answer(*args)
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
-    """Answers clients of prompts that have been computed, and ends requests that have failed before."""
+    """Answers clients of computed prompts, and ends requests that failed earlier."""
 
     def process_disagg_prefill_inflight_queue(self, *args, **kwargs):
-        """Adds that times are logged, once: of one whose client was answered before, the engine has not."""
+        """Adds the log of times, which the engine skips for clients that were answered before."""
         done = super().process_disagg_prefill_inflight_queue(*args, **kwargs)
         for req in done:
             if self.attn_tp_rank == 0 and self.server_args.enable_request_time_stats_logging:
@@ -75,13 +75,13 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         return done
 
     def settle(self) -> None:
-        """The client of a failed request is answered at once. What its writes in flight hold is held until they end."""
+        """Answers clients of failed requests at once. Memory of writes in flight is held until they end."""
         super().settle()
         if not isinstance(self.disagg_prefill_bootstrap_queue.kv_manager, CommonKVManager):
             return
         computing = getattr(self, "chunked_req", None)
         if computing is not None and isinstance(computing.disagg_kv_sender, CommonKVSender):
-            # Its chunks are sent, which may fail, on one rank alone: decode is told, and tells the others.
+            # A send of its chunks may fail on one rank only: decode is notified, and notifies the others.
             computing.disagg_kv_sender.poll()
         lost: list[Req] = []
         for req in self.disagg_prefill_inflight_queue:
@@ -92,9 +92,9 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         self.tell_once(lost)
 
     def lost_requests(self) -> dict[int, str]:
-        """Why requests have failed, as far as this rank knows, that no queue polls, by room.
+        """Failure reasons that this rank knows, by room, of requests that no queue polls.
 
-        Those that wait for their turn, and those of which a part is being computed.
+        These wait for computation, or a part of them is being computed.
         """
         manager = self.disagg_prefill_bootstrap_queue.kv_manager
         if not isinstance(manager, CommonKVManager):
@@ -108,7 +108,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         return lost
 
     def handle_lost_requests(self, recv_req: LostReqs) -> None:
-        """End these requests, in the same step on all ranks: nothing more is computed for them."""
+        """End these requests in the same step on all ranks, and compute no more for them."""
 
         def lose(req: Req | None) -> bool:
             if req is None or not isinstance(req.disagg_kv_sender, CommonKVSender):
@@ -116,7 +116,7 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             reason = recv_req.reasons.get(req.bootstrap_room)
             if reason is None:
                 return False
-            # It may have failed here for a reason of its own. Decode is told when nothing is being written.
+            # This rank may know another reason. Decode is notified once no write is in flight.
             req.disagg_kv_sender.fail_if_refused()
             req.disagg_kv_sender.fail(reason)
             req.disagg_kv_sender.poll()
@@ -135,26 +135,26 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
             if req.mamba_pool_idx is not None:
                 release_kv_cache(req, self.tree_cache, is_insert=False)
             if self.enable_metrics:
-                # As for those that are polled.
+                # As for polled requests.
                 self.metrics_collector.increment_transfer_failed_reqs()
         for req in self._in_flight():
             if req is not self.chunked_req:
-                # Its last chunk. With the result it comes to those that are polled.
+                # Its last chunk: after the result it joins the polled requests.
                 lose(req)
         req = self.chunked_req
         if lose(req):
-            # From here on it is polled like those that are computed in full, and goes when nothing is being written.
-            # Overlapped, a step in flight has a chunk of it, whose result is processed before that poll.
+            # From now on it is polled like computed requests, and released once no write is in flight. With overlap,
+            # the result of a step in flight with a chunk of it is processed before that poll.
             self.chunked_req = None
             self.disagg_prefill_inflight_queue.append(req)
         self.tell_once(ended)
 
     def _in_flight(self) -> list[Req]:
-        """The requests of the step whose result has not been processed."""
+        """Requests of the step whose result is not processed yet."""
         return [*self.last_batch.reqs] if self.enable_overlap and self.last_batch else []
 
     def _end_lost(self, req: Req, reason: str) -> None:
-        """A request has failed: `tell_once` tells its client. That it ends here again later, the engine does not."""
+        """Fail a request; `tell_once` answers its client. The engine, which ends it later, does not answer again."""
         message = f"Prefill transfer failed for request {req.rid}, room {req.bootstrap_room}: {reason}"
         logger.warning(message)
         status = HTTPStatus.BAD_REQUEST if reason.startswith(AT_FAULT) else HTTPStatus.INTERNAL_SERVER_ERROR
@@ -165,25 +165,25 @@ class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillM
         events_of(self.server_args).ended(req.finished_reason)
 
     def tell_once(self, reqs: list[Req]) -> None:
-        """Tell the clients of these requests, once for all: each output looks at all that waits here, for its load."""
+        """Answer the clients of these requests in one message: each output scans all waiting requests for its load."""
         if reqs:
             self.stream_output(reqs, any(req.return_logprob for req in reqs))
 
     def process_batch_result_disagg_prefill(self, batch, result) -> None:
-        """Adds that the clients of prompts that have been computed are answered."""
+        """Adds answers to the clients of computed prompts."""
         super().process_batch_result_disagg_prefill(batch, result)
         self._answer_computed(batch.reqs)
 
     def _answer_computed(self, reqs: list[Req]) -> None:
-        """Answer the clients of those of ``reqs`` whose prompt has been computed, if their decode has a radix cache.
+        """Answer clients of computed prompts in ``reqs``, if their decode worker has a radix cache.
 
-        The engine answers when it finds, between two steps, that all KV has been sent. A gateway hands on no token of
-        decode's before that. What fails from here on is decode's to report.
+        The engine answers only when it finds, between two steps, that all KV has been sent. A gateway holds decode's
+        tokens back until then. Failures from here on are decode's to report.
         """
         computed = [req for req in reqs if req.output_ids and not req.finished_output and _goes_well(req)]
         for req in computed:
             req.finished_reason, req.has_log_time_stats = FINISH_LENGTH(length=0), True
         self.tell_once(computed)
         for req in computed:
-            # Until its KV has been sent: its times are logged then.
+            # Until its KV has been sent; its times are logged then.
             req.finished_reason, req.has_log_time_stats = None, False

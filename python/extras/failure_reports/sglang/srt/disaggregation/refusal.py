@@ -1,7 +1,7 @@
-"""A request that one worker of a pair refuses before any handshake, and how the other one learns of it.
+"""Requests that one worker of a pair refuses before any handshake, and how it notifies the other.
 
-The router gives a request to both. Mostly both refuse it for the same reason. Where only one does (its limits are
-smaller, or the request's rid is in use there), the other would wait for its peer until it times out.
+The router sends a request to both. Usually both refuse it for the same reason. If only one does (lower limits, or a rid
+in use there), the other would wait for its peer until it times out.
 
 Upstream: none is known by which a worker tells its peer; sgl-project/sglang#30325 (open) ends prefill's own side.
 """
@@ -40,26 +40,26 @@ __all__ = [
     "words_for_decode",
 ]
 
-# On a prefill's bootstrap server: what decode tells it, and what prefill's own processes do.
+# Routes of a prefill's bootstrap server: for decode, and for prefill's own processes.
 REFUSED_ROUTE, REFUSED_RANK_ROUTE = "/refused_room", "/refused_dp_rank"
 add_route(REFUSED_ROUTE, reason=str)
 add_route(REFUSED_RANK_ROUTE, dp_rank=int)
-# Where decode asks which DP ranks have its rooms.
+# The engine's route by which decode queries the DP ranks of its rooms.
 RANKS_ROUTE = "/query_dp_ranks"
-# Seconds for which a refusal is remembered, for a request that comes after it. The router sends to both workers at
-# once; who uses a room anew later means another request.
+# Seconds for which a refusal applies to a request that arrives later. The router sends to both workers at once; a later
+# use of the room is another request.
 REMEMBERED_S = 10.0
-# Rooms of a refused request that the other worker is told of.
+# Rooms of a refused request that the other worker is notified of, at most.
 MOST_ROOMS = 256 + 4096
 
-# How decode takes the reason of a request that is itself at fault.
+# Prefix of reasons on decode for requests at fault.
 _TOLD_AT_FAULT = f"prefill reported: {AT_FAULT}"
-# What the engine says where another prefill, or this one a little later, may serve the request.
+# The engine's messages for requests that another prefill, or this one later, may serve.
 _PASSES = (
     "Aborted by AbortReq",
     "Grammar preprocessing timed out",
     "Duplicate request IDs detected: ",
-    # Decode has it, or it had refused the request itself: prefill was restarted since it was loaded, or unloads it.
+    # Decode has the adapter, or would have refused: this prefill was restarted since it was loaded, or is unloading it.
     "LoRA adapter that has never been loaded",
     "LoRA adapters are not loaded",
     "Failed to implicitly load LoRA adapter",
@@ -68,10 +68,10 @@ _PASSES = (
 
 @dataclass
 class RefusedReq:
-    """To prefill's scheduler: a room that decode has refused, or this prefill itself.
+    """To prefill's scheduler: a room that decode or this prefill has refused.
 
-    at_fault: of what this prefill has refused, whether the request itself is: decode answers its client 400 then, as
-    prefill has, and not 500, after which a router asks other workers.
+    at_fault: whether the request itself is at fault, if this prefill refused it. Decode then answers 400, as prefill
+    does, and not 500, on which a router tries other workers.
     """
 
     room: int
@@ -81,32 +81,32 @@ class RefusedReq:
 
 
 class RefusedRooms(RoomNotes[str]):
-    """Why rooms were refused of late."""
+    """Reasons of recently refused rooms."""
 
     def __init__(self) -> None:
         super().__init__(REMEMBERED_S)
 
     def reason(self, room: int | None) -> str | None:
-        """Why, or None if it was not refused of late."""
+        """The reason, or None if the room was not refused recently."""
         return self.of(room)
 
 
 class RefusedRanks:
-    """Which DP ranks of this prefill know of rooms that were refused before a sender could say which rank has them."""
+    """DP ranks of this prefill that know refused rooms for which no sender has registered a rank."""
 
     def __init__(self) -> None:
-        # Decode asks for them as soon as it has the request.
+        # Decode queries them as soon as it has the request.
         self._ranks: RoomNotes[int] = RoomNotes()
 
     def note(self, rooms: Sequence[int], dp_rank: int) -> None:
-        """A process of this prefill says it (`name_rank`). Raises ValueError for what is no rank."""
+        """Called by a process of this prefill (`name_rank`). Raises ValueError for an invalid rank."""
         if dp_rank < 0:
             raise ValueError("dp_rank must be 0 or more")
         for room in rooms:
             self._ranks.note(room, dp_rank)
 
     def find(self, rooms: Iterable[int]) -> dict[str, int]:
-        """The ranks of those of ``rooms`` that are known here."""
+        """The known ranks of ``rooms``."""
         found = {str(room): self._ranks.of(int(room)) for room in rooms}
         return {room: rank for room, rank in found.items() if rank is not None}
 
@@ -114,7 +114,7 @@ class RefusedRanks:
     async def add(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Add them to what the engine answers of its senders, whose ranks go before these."""
+        """Add the ranks to the engine's answer; ranks of its senders take precedence."""
         reply = await handler(request)
         if request.path != RANKS_ROUTE or reply.status != 200 or not isinstance(reply, web.Response):
             return reply
@@ -124,9 +124,9 @@ class RefusedRanks:
 
 
 def blames_request(why: Exception | str) -> bool:
-    """Whether a request that is refused is itself at fault, and not the state that this worker is in.
+    """Whether a refused request is itself at fault, and not the worker's state.
 
-    why: the reason, or the error that it has ended in, of which ValueError is the engine's for a client's.
+    why: the reason, or the exception; the engine raises ValueError for clients' errors.
     """
     if isinstance(why, Exception) and not isinstance(why, ValueError):
         return False
@@ -134,48 +134,48 @@ def blames_request(why: Exception | str) -> bool:
 
 
 def words_for_decode(refused: RefusedReq) -> str:
-    """Why decode's request for KV fails that asks for what this prefill has refused."""
+    """The reason with which decode's request for KV fails."""
     return f"{AT_FAULT}{refused.reason}" if refused.at_fault else refused.reason
 
 
 def is_at_fault(reason: str) -> bool:
-    """Whether a transfer has failed, for ``reason``, since prefill says that the request itself is at fault."""
+    """Whether ``reason``, of a failed transfer, says that the request itself is at fault."""
     return _TOLD_AT_FAULT in reason
 
 
 def rooms_of(obj: Any, rooms: Any, each: int = 1) -> Iterator[tuple[Any, Any, Any]]:
-    """The ``rooms`` of a request, a list or one, each with host and port of its prefill. None for what it does not say.
+    """The ``rooms`` of a request (a list or one), each with host and port of its prefill; None where not given.
 
-    each: of a list, the request has as many hosts for every room.
+    each: hosts per room, if the request has a list of hosts.
     """
     for i, room in enumerate(rooms if isinstance(rooms, list) else [] if rooms is None else [rooms]):
         yield room, _of_prompt(obj.bootstrap_host, i * each), _of_prompt(obj.bootstrap_port, i * each)
 
 
 def rooms_refused(rooms: Iterable[tuple[Any, Any, Any]], served: Iterable[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """Those ``rooms_of`` a refused request that the other worker is told of.
+    """The rooms of a refused request that the other worker is notified of.
 
-    served: requests that are being served; their rooms are theirs, and this request was a copy.
+    served: live requests. Their rooms are skipped, since the refused request was a copy.
     """
     live = {getattr(other, "bootstrap_room", None) for other in served}
     return (one for one in islice(rooms, MOST_ROOMS) if is_room(one[0]) and one[0] not in live)
 
 
 def _of_prompt(values: Any, i: int) -> Any:
-    """The value of one prompt, where each may have its own; None where a list is too short."""
+    """The value of one prompt if each has its own; None if the list is too short."""
     return values if not isinstance(values, list) else values[i] if i < len(values) else None
 
 
 def tell_prefill(host: str, port: int, rooms: Sequence[int], reason: str) -> Future[None]:
-    """Tell a prefill, without waiting for it, that decode has refused ``rooms``; returns what is done when it knows."""
+    """Notify a prefill that decode has refused ``rooms``; returns a future that is done once prefill knows."""
     addr = NetworkAddress(host, port).to_host_port_str()
     return tell(addr, REFUSED_ROUTE, rooms, reason=reason[:MOST_CHARACTERS])
 
 
 def tell_prefills(rooms: Iterable[tuple[int, Any, Any]], port: int, reason: str) -> list[Future[None]]:
-    """Tell each prefill, in one message, which of ``rooms`` decode has refused. port: where a request names none.
+    """Notify each prefill, in one message, of its refused ``rooms``. port: for rooms without one.
 
-    rooms: as of `rooms_refused`. Returns as `tell_prefill`, of all that are told.
+    rooms: as of `rooms_refused`. Returns the futures of `tell_prefill`.
     """
     of_prefill: defaultdict[tuple[Any, Any], list[int]] = defaultdict(list)
     for room, host, its_port in rooms:
@@ -185,10 +185,10 @@ def tell_prefills(rooms: Iterable[tuple[int, Any, Any]], port: int, reason: str)
 
 
 def name_rank(args: Any, rooms: Sequence[int], dp_rank: int, host: str | None = None) -> None:
-    """Tell this prefill's bootstrap server, without waiting for it, which DP rank knows that ``rooms`` are refused.
+    """Report to this prefill's bootstrap server which DP rank knows that ``rooms`` are refused; does not wait.
 
-    Decode has to ask that rank to hear it, and only the sender of a request that is served says which it is. Nothing is
-    told where decode knows it by the room. args: the worker's options. host: where the server is, if not here.
+    Decode must ask that rank for the reason, and only senders of served requests register one. Not needed if decode
+    derives the rank from the room. args: the worker's options. host: the server's, if not this one.
     """
     if not rooms or args.dp_size == 1 or args.load_balance_method == "follow_bootstrap_room":
         return

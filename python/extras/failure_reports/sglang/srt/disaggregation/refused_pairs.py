@@ -1,10 +1,10 @@
-"""Requests that prefill has refused, and that a decode worker without the flag asks for all the same.
+"""Requests that prefill has refused and a decode worker without the flag still asks for.
 
-The engine gives such a request a prompt of one token, and both workers go through with it: decode answers its client
-when that has come, and hears of no refusal. Prefill answers at once here, and goes through with it if it is asked.
+The engine replaces such a prompt by one token, and both workers complete the request: decode answers its client only
+when that token arrives. Here prefill answers its client at once, and completes the request if decode asks for it.
 
-Ranks are asked in different steps, and must queue the request in the same one. So the rank that receives for all of
-them says it, as it says which requests are lost.
+Decode asks the ranks in different steps, but they must queue the request in the same one. So the receiving rank
+announces it, as it does for lost requests.
 
 Upstream: none is known; the bare engine queues every such request.
 """
@@ -24,38 +24,37 @@ if TYPE_CHECKING:
 
 __all__ = ["AskedReqs", "RefusedPairs"]
 
-# Requests that are remembered: by their number and not by a clock, which would differ between ranks.
+# Requests kept. A count, not a time, because ranks' clocks differ.
 REMEMBERED = 1024
 
 
 @dataclass
 class AskedReqs:
-    """From the rank that receives to all ranks of a prefill: rooms of refused requests that decode has asked for."""
+    """Rooms of refused requests that decode has asked for, from the receiving rank to all ranks of a prefill."""
 
     rooms: list[int]
 
 
 class RefusedPairs:
-    """Refused requests, by room. All ranks of a prefill have the same: they are given the same in the same order."""
+    """Refused requests by room. All ranks of a prefill have the same, since they receive the same in the same order."""
 
     def __init__(self) -> None:
         self._reqs: OrderedDict[int, Req] = OrderedDict()
 
     def keep(self, req: Req) -> None:
-        """Remember a request that has been answered; its prompt is one token. The oldest is forgotten first."""
-        # Nobody looks at the prompt that it had.
+        """Keep a request that has been answered; its prompt is one token. The oldest is dropped if full."""
+        # Its original prompt is not needed.
         req.origin_input_ids_unpadded, req.origin_input_text = req.origin_input_ids, ""
-        # Its client has been answered, so its adapter may be unloaded; what else it asked for would fail others too.
-        # Nor may the token's KV, which is the model's own then, be found under the adapter's name in a tree.
+        # Its client was answered, so its adapter may be unloaded; its other features could fail requests in its batch.
+        # Nor may the token's KV, computed by the base model, be found under the adapter's key in a tree.
         req.lora_id = req.extra_key = None
         req.custom_logit_processor = req.token_type_ids = None
         req.return_hidden_states = req.return_routed_experts = False
-        # The engine has cleared ``return_logprob`` only, and asks these of all in a batch with one who wants logprobs.
+        # The engine has cleared ``return_logprob`` only, but reads these of all requests in a batch with logprobs.
         req.top_logprobs_num, req.token_ids_logprob = 0, None
         remember(self._reqs, req.bootstrap_room, req, REMEMBERED)
 
     def __contains__(self, room: int) -> bool:
-        """Whether the request of ``room`` is remembered."""
         return room in self._reqs
 
     def take(self, room: int) -> Req | None:
@@ -63,11 +62,11 @@ class RefusedPairs:
         return self._reqs.pop(room, None)
 
     def asked(self, asked: Mapping[int, Mapping[str, Any]], live: Container[int]) -> list[int]:
-        """The rooms of those that a decode worker without the flag has asked for.
+        """Rooms of kept requests that a decode worker without the flag has asked for.
 
-        asked: what decode ranks have asked for, by room and name. live: rooms that are another request's.
+        asked: decode ranks' requests by room and session. live: rooms of other live requests.
         """
-        # In each step of a prefill, so by the shorter of the two. In one go: a thread adds to what is asked for.
+        # Runs in each step, so over the smaller set. In one expression, since a thread adds to ``asked``.
         rooms = [room for room in self._reqs.keys() & asked.keys() if asked.get(room) and room not in live]
-        # Not if a decode worker with the flag has asked, which has been told. Copies, too.
+        # Not if a decode worker with the flag asked; it was notified. Copied, for the same reason.
         return [room for room in rooms if not names_prefix(list(asked.get(room, {}).values()))]

@@ -1,4 +1,4 @@
-"""Several tokenizer processes hear what decode refuses.
+"""With several tokenizer processes, the router process receives decode's refusals.
 
 Upstream: none is known.
 """
@@ -19,12 +19,12 @@ __all__ = ["MultiTokenizerRouter"]
 
 
 class MultiTokenizerRouter(engine.MultiTokenizerRouter):
-    """Has the bootstrap server in its process, and a way to the scheduler."""
+    """Receives refusals on its bootstrap server and forwards them to the scheduler."""
 
     def __init__(self, server_args, port_args):
-        """A prefill's scheduler is told of rooms that decode refuses: it knows the requests of all processes.
+        """Adds the route for rooms that decode refuses.
 
-        Which of these a request comes to, nobody knows before.
+        They go to the scheduler, which has the requests of all processes: the room's process is not known in advance.
         """
         if server_args.disaggregation_mode == DisaggregationMode.PREFILL.value:
             listen(REFUSED_ROUTE, self._on_refused_by_decode)

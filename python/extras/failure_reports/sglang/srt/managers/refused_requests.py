@@ -1,4 +1,4 @@
-"""What follows when a request is refused before the scheduler has it: the other worker of a pair refuses it, too.
+"""Notifies the other worker of a pair when a request is refused before the scheduler has it.
 
 Upstream: none is known.
 """
@@ -23,42 +23,42 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["RefusedRequests", "reason_of"]
 
-# The engine's tokenizer manager comes behind.
+# The engine's tokenizer manager follows in the MRO.
 Base: Any = object
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, for another worker; an image that could not be read may be all of the message."""
+    """An error's text for another worker, truncated: it may contain a whole image."""
     said = error.detail if isinstance(error, HTTPException) else str(error)
     return str(said or repr(error))[:MOST_CHARACTERS]
 
 
 class RefusedRequests(Base):
-    """Tells the other worker of a request that only this one refuses."""
+    """Notifies the other worker of requests that only this one refuses."""
 
     def init_disaggregation(self) -> None:
-        """Notifies a prefill of requests that decode refuses."""
+        """Adds the route for requests that decode refuses, on prefill."""
         super().init_disaggregation()
         self.refused_rooms = refusal.RefusedRooms()
-        # The states of each request that is being served, by its identity.
+        # States of each live request, by the request's identity.
         self.own_states: dict[int, dict[str, Any]] = {}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             listen(refusal.REFUSED_ROUTE, partial(self._on_loop, self._refuse_rooms))
 
     async def generate_request(self, obj, request=None):
-        """Adds what follows a refusal: the peer is told, others of the batch end, and nothing is left behind."""
+        """Handles a refusal: notify the peer, end the batch's other prompts, clean up."""
         states: dict[str, Any] = {}
         self.own_states[id(obj)] = states
         try:
             async for out in super().generate_request(obj, request):
                 yield out
         except Exception as e:
-            # Not only the client's errors: an image that cannot be fetched here may be known to the peer.
-            # Nor has the scheduler been told of a prompt that decode computes, which has been answered.
+            # Any error, not only the client's: e.g. an image that only the peer can fetch.
+            # Not if all states were sent, or answered because decode computes the prompts.
             known = states and all(state.sent or state.finished for state in states.values())
             refused = not known and self._is_refusal(e)
             end_others = refused or self._ends_others(obj)
-            # First, or the peer would learn only of the others' end.
+            # Before the abort; otherwise the peer would learn only of that.
             told = self._tell_peer(obj, reason_of(e), states, refusal.blames_request(e)) if refused else []
             if end_others and told:
                 asyncio.create_task(self._abort_once_told(told, states))
@@ -77,15 +77,15 @@ class RefusedRequests(Base):
                     del self.rid_to_state[rid]
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Whether the other worker is told of an error by which a request ends that the scheduler does not have."""
+        """Whether the other worker is notified of ``error``, which ended a request before the scheduler had it."""
         return not isinstance(error, HTTPException)
 
     def _ends_others(self, obj) -> bool:
-        """Whether the other prompts of a request end with one of which the scheduler has said that it failed."""
+        """Whether other prompts of a request end when the scheduler fails one of them."""
         return False
 
     def _rooms_of(self, obj) -> Iterator[tuple[Any, Any, Any]]:
-        """The rooms of a request, of which the other worker is told when it is refused."""
+        """The rooms of a request, for a report to the other worker."""
         return refusal.rooms_of(obj, getattr(obj, "bootstrap_room", None))
 
     async def _abort_once_told(self, told: list[Future], states: dict[str, Any]) -> None:
@@ -93,43 +93,43 @@ class RefusedRequests(Base):
         self._abort_sent(states)
 
     def _abort_sent(self, states: dict[str, Any]) -> None:
-        """Abort those that the scheduler has been told of."""
+        """Abort those that were sent to the scheduler."""
         for rid, state in states.items():
             if state.sent and self.rid_to_state.get(rid) is state:
                 self.abort_request(rid)
 
     def _check_room(self, room: int | None) -> None:
-        """Raise ValueError if decode has refused the request of this room. Aggregated servers take anything for one."""
+        """Raise ValueError if decode has refused this room. Aggregated servers accept any value as room."""
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return
         if (reason := self.refused_rooms.reason(room)) is not None:
             raise ValueError(reason)
 
     def _req_stats_init(self, obj, request=None) -> None:
-        """Adds a note of the states that are this request's own, and that none has been sent."""
+        """Records the states that belong to this request; none of them is sent yet."""
         rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
         try:
             super()._req_stats_init(obj, request)
         finally:
-            # The engine makes states for samples too, whose objects are its own. It may have raised between two.
+            # The engine also makes states for samples, from objects of its own. It may have raised before some.
             states = {rid: self.rid_to_state[rid] for rid in rids if rid in self.rid_to_state}
             self.own_states.get(id(obj), {}).update(states)
 
     def _send_one_request(self, tokenized_obj) -> None:
-        """Adds a last look at what decode says of it: from here on the scheduler is told."""
+        """Adds a last check for decode's refusal before the scheduler has the request."""
         try:
             self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
             if self._is_answered(tokenized_obj):
                 return
             super()._send_one_request(tokenized_obj)
         except Exception:
-            # It may be one of the engine's samples, whose state is none of the request's own.
+            # A sample's state is not recorded as the request's own.
             self.rid_to_state.pop(tokenized_obj.rid, None)
             raise
         self._note_sent(tokenized_obj.rid)
 
     def _send_batch_request(self, tokenized_objs) -> None:
-        """Adds the same for a batch."""
+        """Adds the same check for a batch."""
         for tokenized_obj in tokenized_objs:
             self._check_room(getattr(tokenized_obj, "bootstrap_room", None))
         tokenized_objs = [one for one in tokenized_objs if not self._is_answered(one, of_batch=True)]
@@ -139,7 +139,7 @@ class RefusedRequests(Base):
             self._note_sent(tokenized_obj.rid)
 
     def _is_answered(self, tokenized_obj, of_batch: bool = False) -> bool:
-        """Whether a request that is about to be sent need not be, since an extra has answered it.
+        """Whether an extra has answered a request that is about to be sent.
 
         of_batch: it is sent with others.
         """
@@ -152,16 +152,15 @@ class RefusedRequests(Base):
     # ---- adapters ----
 
     async def _release_adapters(self, lora_ids: list[str | None] | None) -> None:
-        """Of requests that were not sent. The engine forgets them, and the adapter can never be unloaded."""
+        """Release adapters of requests that were not sent. The engine does not, so they could never be unloaded."""
         if lora_ids:
             await self.lora_registry.release(lora_ids)
 
     def _handle_batch_output(self, recv_obj) -> None:
-        """Releases the adapter of an ended request once; one that decode has refused fails for that reason.
+        """Releases the adapter of an ended request once; reports decode's refusal as the reason of a failure.
 
-        The engine releases it here and, where a request has failed, again when that is answered: the count of users
-        is negative then, and an unload waits for 0 for ever. Of a refusal, the scheduler may hear after the transfer
-        has failed for it.
+        The engine releases it here and again when a failure is answered. That makes its user count negative, and an
+        unload waits for 0. The scheduler may learn of a refusal only after its transfer has failed.
         """
         reasons = recv_obj.finished_reasons if len(self.refused_rooms) else ()
         for rid, finish in zip(recv_obj.rids, reasons, strict=False):
@@ -177,9 +176,9 @@ class RefusedRequests(Base):
                 state.obj.lora_path = None
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        """A request which was aborted in a queue releases its adapter, which the engine forgets.
+        """Releases the adapter of a request that was aborted in a queue, which the engine does not.
 
-        One that has been answered is left alone, as where decode computes its prompt; the engine ends the worker.
+        Skips requests that were answered, e.g. because decode computes the prompt; the engine would end the worker.
         """
         if recv_obj.rid not in self.rid_to_state:
             return
@@ -192,10 +191,10 @@ class RefusedRequests(Base):
     # ---- the two workers of a pair ----
 
     def _tell_peer(self, obj, reason: str, own: Mapping | None = None, at_fault: bool = False) -> list[Future]:
-        """Tell the other worker that the rooms of this request are refused here.
+        """Notify the other worker that the rooms of this request are refused here.
 
-        own: the request's states. A room of a request that is being served is that one's: this was a copy of it.
-        at_fault: as in `refusal.RefusedReq`. Returns, of decode, what is done when prefill has been told.
+        own: the request's states. A room of another live request is skipped, since this one was a copy. at_fault: as in
+        `refusal.RefusedReq`. Returns, on decode, futures that are done once prefill knows.
         """
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return []
@@ -207,13 +206,13 @@ class RefusedRequests(Base):
         for room, _, _ in refused:
             self.send_to_scheduler.send_pyobj(refusal.RefusedReq(room, reason, by_decode=False, at_fault=at_fault))
             rooms += [room] if self.refused_rooms.reason(room) is None else []
-        refusal.name_rank(self.server_args, rooms, dp_rank=0)  # All ranks have been told.
+        refusal.name_rank(self.server_args, rooms, dp_rank=0)  # All ranks were notified.
         return []
 
     def _on_loop(self, call: Callable, *args: Any, **said: Any) -> None:
-        """Called on the bootstrap server's thread. Without a warm-up, there is no loop before the first request."""
+        """Run ``call`` on the event loop; for the bootstrap server's thread. The first request makes the loop."""
         if self.event_loop is None:
-            raise NotNow("this prefill has served nothing yet")
+            raise NotNow("this prefill has not served any request yet")
         self.event_loop.call_soon_threadsafe(partial(call, *args, **said))
 
     def _refuse_rooms(self, rooms: list[int], reason: str) -> None:

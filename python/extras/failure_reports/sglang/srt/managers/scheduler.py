@@ -1,4 +1,4 @@
-"""Scheduler of a prefill or decode worker: the other worker hears of what it refuses, loses or aborts.
+"""Scheduler of a prefill or decode worker that reports refusals, failures and aborts to the other worker.
 
 Upstream: none is known.
 """
@@ -13,4 +13,4 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(SchedulerAbortMixin, SchedulerRefusalMixin, engine.Scheduler):
-    """A scheduler that speaks of failures."""
+    """A scheduler that reports failures to its peer."""

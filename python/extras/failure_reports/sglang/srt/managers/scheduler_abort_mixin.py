@@ -1,9 +1,8 @@
-"""Which requests an abort is for, where the rids of others begin with its own.
+"""Aborts only the requested rid, not other requests whose rids begin with it.
 
-The engine aborts those too; it did so for the samples of one request, each of which is now aborted by its own rid. The
-others are other clients': "10" to "19" where one that is called "1" leaves. They are spared on both workers of a pair
-or on neither: what decode aborts alone prefill writes to pages that have been given away, and what prefill aborts alone
-decode waits for.
+The engine aborts those too; it once did so for the samples of one request, which are now aborted by their own rids. The
+others belong to other clients: an abort of "1" would end "10" to "19". Both workers of a pair must spare the same
+requests: if only decode aborts, prefill writes to pages that were reallocated; if only prefill aborts, decode waits.
 
 Upstream: none is known.
 """
@@ -24,25 +23,25 @@ from sglang.srt.utils.network import NetworkAddress
 
 __all__ = ["SchedulerAbortMixin"]
 
-# The engine's scheduler comes behind.
+# The engine's scheduler follows in the MRO.
 Base: Any = object
 
 
 class SchedulerAbortMixin(Base):
-    """Aborts the request of a rid, and of those whose rids begin with it only what the other worker aborts too."""
+    """Aborts one rid; of rids that begin with it, only those that the other worker aborts too."""
 
-    # Characters of the longest rid that has been taken in: without a longer one an abort looks for none.
+    # Length of the longest rid received: no rid is longer than that, so most aborts need no search.
     longest_rid = 0
 
     def handle_generate_request(self, recv_req) -> None:
-        """Adds that it is noted how long rids are."""
+        """Records the longest rid."""
         self.longest_rid = max(self.longest_rid, len(recv_req.rid))
         super().handle_generate_request(recv_req)
 
     def abort_request(self, recv_req) -> None:
-        """Spares requests with longer rids, on prefill and on decode with the flag, where the peer spares them too.
+        """Spares requests with longer rids if the peer spares them too, on prefill and on decode with the flag.
 
-        That is known of a decode worker with the flag, and of a prefill that understands a prefix.
+        Decode workers with the flag do, and prefills that support a decode prefix.
         """
         rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
@@ -56,7 +55,7 @@ class SchedulerAbortMixin(Base):
 
 @contextmanager
 def _hidden(reqs: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile no rid is theirs."""
+    """Hide the rids of ``reqs`` from the engine."""
     rids = [req.rid for req in reqs]
     for req in reqs:
         req.rid = ""
@@ -76,17 +75,17 @@ def _longer(reqs: Sequence[Any], rid: str) -> list[Any]:
 
 
 def _in_steps(scheduler: Any) -> list[Any]:
-    """Those of the batches that the engine looks at."""
+    """Requests of the batches that the engine's abort searches."""
     batch, current = scheduler.running_batch, scheduler.cur_batch
     return batch.reqs if current is None or current is batch else [*batch.reqs, *current.reqs]
 
 
 def _spared_by_prefill(scheduler: Any, recv_req: Any) -> list[Any]:
-    """Requests with longer rids of decode workers with the flag.
+    """Requests with longer rids that belong to decode workers with the flag.
 
-    Where decode has not asked yet, those of a prefill to which such a decode worker has spoken. Pipeline stages hear of
-    decode at different times: the first decides, and the others read in the message, which it passes on, what it has
-    spared. All of them, of an abort that is not a client's.
+    If decode has not asked for a request yet, whether any such decode worker has contacted this prefill decides.
+    Pipeline stages learn this at different times: the first decides and adds the spared rids to the message, which the
+    others read. All are spared in an abort that is not a client's.
     """
     rid, manager = recv_req.rid, scheduler.disagg_prefill_bootstrap_queue.kv_manager
     known = isinstance(manager, CommonKVManager)
@@ -112,7 +111,7 @@ def _spared_by_prefill(scheduler: Any, recv_req: Any) -> list[Any]:
 
 
 def _spared_by_decode(scheduler: Any, rid: str) -> list[Any]:
-    """Requests with longer rids whose prefill understands a prefix, or has nothing to do with them any more."""
+    """Requests with longer rids whose prefill supports a decode prefix, or is no longer involved."""
     prealloc, transfer = scheduler.disagg_decode_prealloc_queue, scheduler.disagg_decode_transfer_queue
     manager = prealloc.kv_manager
     queued = *prealloc.queue, *transfer.queue
@@ -135,7 +134,7 @@ def _spared_by_decode(scheduler: Any, rid: str) -> list[Any]:
 
 
 def _agreed(reqs: Sequence[Any], is_spared: Callable[[Any], bool], groups: Sequence[Any]) -> list[Any]:
-    """Those of ``reqs`` that a rank spares. All ranks have the same, and not all have heard the same of peers."""
+    """Those of ``reqs`` that any rank spares. Ranks have the same requests, but may know different peers."""
     if not reqs:
         return []
     said = ["spared" if is_spared(req) else "" for req in reqs]

@@ -1,4 +1,4 @@
-"""Requests that cannot be served: they end with their reason, on both workers of a pair.
+"""Refuses requests that cannot be served, with the same reason on both workers of a pair.
 
 Upstream: none is known by which a worker tells its peer; sgl-project/sglang#30325 (open) ends prefill's own side.
 """
@@ -26,20 +26,20 @@ from sglang.utils import TypeBasedDispatcher
 
 __all__ = ["SchedulerRefusalMixin"]
 
-# The engine's scheduler comes behind.
+# The engine's scheduler follows in the MRO.
 Base: Any = object
 
 
 class SchedulerRefusalMixin(Base):
-    """Takes requests in, refuses those that are known to be wrong, and tells the other worker."""
+    """Accepts requests, refuses invalid ones at once, and notifies the other worker."""
 
-    # What decode has refused, on prefill.
+    # On prefill: rooms that decode has refused.
     refused_rooms = RefusedRooms()
-    # What this prefill has refused, and decode without the flag may ask for.
+    # Requests that this prefill has refused and decode without the flag may ask for.
     refused_pairs = RefusedPairs()
 
     def init_request_dispatcher(self) -> None:
-        """Adds messages about requests: refused by the other worker or the tokenizer manager; lost, on prefill."""
+        """Adds messages: requests refused by the other worker or the tokenizer manager; lost and asked, on prefill."""
         super().init_request_dispatcher()
         self._request_dispatcher += TypeBasedDispatcher(
             [
@@ -50,11 +50,8 @@ class SchedulerRefusalMixin(Base):
         )
 
     def recv_requests(self) -> list:
-        """Adds, on prefill, what the rank that receives for all knows of requests that are here, before all else.
-
-        Which are lost, and which of those that were refused decode has asked for.
-        """
-        # Elsewhere than on that rank there is no socket.
+        """On prefill, the receiving rank puts LostReqs and AskedReqs ahead of the messages that it receives."""
+        # Other ranks have no socket.
         socket = self.recv_from_tokenizer
         if self.disaggregation_mode != DisaggregationMode.PREFILL or socket is None:
             return super().recv_requests()
@@ -62,7 +59,7 @@ class SchedulerRefusalMixin(Base):
         if isinstance(manager, CommonKVManager):
             asked = self.refused_pairs.asked(manager.transfer_infos, manager.rooms.live)
             ahead = MessageAhead(AskedReqs(asked), ahead) if asked else ahead
-        # Pipeline stages agree on what they begin.
+        # Not with pipeline stages, which agree on the requests that they begin.
         lost = self.lost_requests() if self.pp_size == 1 else {}
         self.recv_from_tokenizer = MessageAhead(LostReqs(lost), ahead) if lost else ahead
         try:
@@ -71,10 +68,10 @@ class SchedulerRefusalMixin(Base):
             self.recv_from_tokenizer = socket
 
     def _split_work_and_control_reqs(self, recv_reqs: list) -> tuple[list, list]:
-        """What is lost or asked for goes, as work, to the ranks of one DP rank; control goes to all, from the first.
+        """Sends lost and asked requests as work, to the ranks of one DP rank; control messages go to all.
 
-        On later stages of a prefill nothing does: each DP rank has had all of it from its stage before, and in an abort
-        what that has spared.
+        Later stages of a prefill distribute nothing: each DP rank has received all from its previous stage, including
+        the requests spared by an abort.
         """
         if self.disaggregation_mode == DisaggregationMode.PREFILL and self.pp_rank > 0:
             return recv_reqs, []
@@ -83,16 +80,16 @@ class SchedulerRefusalMixin(Base):
         return own + work, [one for one in control if not isinstance(one, (LostReqs, AskedReqs))]
 
     def refuse_message(self, recv_req, error: Exception) -> str:
-        """Adds that the other worker is told."""
+        """Adds a report to the other worker."""
         reason = super().refuse_message(recv_req, error)
         self._tell_peer(recv_req, reason, at_fault=blames_request(error))
         return reason
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Refuses at once a request that is known to be wrong (its grammar, its logprobs).
+        """Refuses an invalid request at once (e.g. its grammar or logprobs).
 
-        The engine has it shake hands with a prompt of one token, which prefill does only if a decode worker without the
-        flag asks for it.
+        The engine would have it shake hands with a prompt of one token. Prefill does that only if a decode worker
+        without the flag asks for it.
         """
         back = is_retracted or (isinstance(self.tree_cache, DecodeRadixCache) and req.is_retracted)
         if self.disaggregation_mode != DisaggregationMode.NULL and not back:
@@ -109,12 +106,12 @@ class SchedulerRefusalMixin(Base):
         self._take_in(req, is_retracted)
 
     def _take_in(self, req, is_retracted: bool) -> None:
-        # Of another request of this room.
+        # An earlier refused request of this room.
         self.refused_pairs.take(req.bootstrap_room)
         super()._add_request_to_queue(req, is_retracted)
 
     def handle_refused_request(self, recv_req: RefusedReq) -> None:
-        """Fail what is here of a room that decode has refused, or comes later; tell decode of one refused here."""
+        """Fail requests, present and future, of a room that decode has refused; report one refused here to decode."""
         if self.disaggregation_mode != DisaggregationMode.PREFILL:
             return
         manager = self.kv_manager()
@@ -123,7 +120,7 @@ class SchedulerRefusalMixin(Base):
                 manager.refuse_room(recv_req.room, words_for_decode(recv_req), recv_req.room in self.refused_pairs)
             return
         self.refused_rooms.note(recv_req.room, recv_req.reason)
-        # Decode asks for nothing.
+        # Decode will not ask for it.
         self.refused_pairs.take(recv_req.room)
         for req in self.grammar_manager.grammar_queue:
             if req.bootstrap_room == recv_req.room:
@@ -134,9 +131,9 @@ class SchedulerRefusalMixin(Base):
             sender.poll()
 
     def stream_output_generation(self, reqs, return_logprob, skip_req=None, is_idle_batch=False) -> None:
-        """On prefill, the failure of a request that decode has refused is the client's error, as it is on decode.
+        """On prefill, answers 400 for a request that decode has refused, as decode does.
 
-        Of those that have been answered before their KV was sent nothing more is told.
+        Skips requests that were answered before their KV was sent.
         """
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             told, reqs = reqs, [req for req in reqs if not (req.finished() and req.finished_output)]
@@ -149,22 +146,22 @@ class SchedulerRefusalMixin(Base):
         super().stream_output_generation(reqs, return_logprob, skip_req, is_idle_batch)
 
     def handle_asked_requests(self, recv_req: AskedReqs) -> None:
-        """Go through with requests that were refused here, in the same step on all ranks: decode waits for them."""
+        """Queue refused requests that decode waits for, in the same step on all ranks."""
         for room in recv_req.rooms:
             req = self.refused_pairs.take(room)
             if req is not None:
-                # Its client has been answered, and the engine answers nobody twice.
+                # Its client has been answered, and the engine does not answer twice.
                 req.finished_reason = None
                 self._take_in(req, False)
 
     def _keep_refused(self, req) -> None:
-        """Keep a refused request of a pair, on prefill; not one whose batch would need embeddings for its one token."""
+        """On prefill, keep a refused request of a pair; not with input embeddings, which its one token lacks."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL and req.bootstrap_room:
             if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and req.input_embeds is None:
                 self.refused_pairs.keep(req)
 
     def _tell_peer(self, req, reason: str, at_fault: bool = False) -> None:
-        """Tell the other worker of a pair that this one has refused ``req``, a Req or the message of one.
+        """Notify the other worker of a pair that this one has refused ``req``, a Req or its message.
 
         at_fault: as in `RefusedReq`.
         """
@@ -178,11 +175,11 @@ class SchedulerRefusalMixin(Base):
             tell_prefill(host, req.bootstrap_port or self.server_args.disaggregation_bootstrap_port, [room], reason)
 
     def _name_rank(self, room: int, host: str | None) -> None:
-        """On prefill: say, once for all of its ranks, which DP rank has refused ``room``."""
+        """On prefill: report once, for all ranks, which DP rank has refused ``room``."""
         manager = self.kv_manager()
         if not host or not isinstance(manager, CommonKVManager) or self.refused_rooms.reason(room) is not None:
             return
         if manager.attn_tp_rank == manager.attn_cp_rank == manager.pp_rank == 0:
-            # As it is registered.
+            # As senders register it.
             rank = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
             name_rank(manager.server_args, [room], rank, host)

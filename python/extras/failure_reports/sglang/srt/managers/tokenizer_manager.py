@@ -1,4 +1,4 @@
-"""Serves requests: the other worker hears of what is refused.
+"""Tokenizer manager that reports refusals to the other worker.
 
 Upstream: none is known.
 """
@@ -15,10 +15,10 @@ __all__ = ["ReqState", "TokenizerManager"]
 
 @dataclass
 class ReqState(engine.ReqState):
-    """The state of one prompt, which knows whether the scheduler has been told of it."""
+    """State of one prompt; sent: whether the scheduler has it."""
 
     sent: bool = False
 
 
 class TokenizerManager(RefusedRequests, engine.TokenizerManager):
-    """Tells the other worker of what is refused."""
+    """Reports refusals to the other worker."""

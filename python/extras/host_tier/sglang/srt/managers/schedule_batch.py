@@ -1,4 +1,4 @@
-"""What of a request's prompt has come from host memory, and memory that saves to it hold.
+"""Tokens of a request's prompt that came from host memory, and memory that saves to it hold.
 
 Upstream: none is known.
 """
@@ -13,16 +13,16 @@ __all__ = ["Req", "ScheduleBatch"]
 
 
 class Req(engine.Req):
-    """A request that knows how much of its prompt was copied from host memory."""
+    """A request with the number of prompt tokens that were loaded from host memory."""
 
-    # Of the tokens that host memory had when it was admitted, how many the tree had.
+    # Prompt tokens that the tree held at admission; the load from host memory starts there.
     load_start: int = 0
-    # Of those that came from host memory, how many a storage had brought there for this request.
+    # Loaded tokens that a storage fetched for this request.
     from_storage: int = 0
 
     @property
     def from_host(self) -> int:
-        """Tokens that came from host memory."""
+        """Tokens loaded from host memory."""
         return self.host_prefix_len and self.host_prefix_len - self.load_start
 
 

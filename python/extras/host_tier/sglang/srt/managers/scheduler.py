@@ -1,4 +1,4 @@
-"""Scheduler of a decode worker whose tree has host memory below it.
+"""Scheduler of a decode worker with HiCache L2 (host memory) below its tree.
 
 Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
@@ -19,18 +19,18 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """What `--enable-hierarchical-cache` adds to a decode worker with the flag."""
+    """Scheduler that builds the tree with host memory and reports its figures."""
 
     _host_counters: HostCounters | None = None
 
     def init_cache_with_memory_pool(self) -> None:
-        """Puts a tree with host memory below it in the place of the decode tree. Raises ValueError."""
+        """Replaces the decode tree by one with host memory below it. Raises ValueError."""
         super().init_cache_with_memory_pool()
         args = self.server_args
         if not (args.enable_hierarchical_cache and self.takes_decode_tree()):
             return
         tree = HostTierRadixCache.take_over(self.tree_cache)
-        # Of an extra that need not be there; nobody drafts then.
+        # Speculation is another extra, which may be absent.
         drafts = getattr(self, "draft_runner", lambda: None)()
         draft_pool, stored = drafts and drafts.token_to_kv_pool, args.hicache_storage_backend is not None
         host_class = StoredHostTree if stored else HostTree
@@ -40,7 +40,7 @@ class Scheduler(engine.Scheduler):
         self.tree_cache = tree
 
     def _publish_decode(self, gauges, found) -> None:
-        """Adds what has come from host memory, and the engine's own gauges."""
+        """Adds tokens loaded from host memory, and the engine's own gauges."""
         super()._publish_decode(gauges, found)
         if not isinstance(self.tree_cache, DecodeRadixCache):
             return

@@ -1,4 +1,4 @@
-"""What a worker counts of host memory.
+"""Counters of HiCache L2 on decode.
 
 Upstream: none is known.
 """
@@ -14,7 +14,7 @@ __all__ = ["HostCounters"]
 
 
 class HostCounters:
-    """Of one rank. events: of its process."""
+    """Counters of one rank."""
 
     def __init__(self, events: Events):
         self._counts, self._before = events.counts_requests, 0
@@ -27,7 +27,7 @@ class HostCounters:
             self._loaded = counter("decode_host_loaded_tokens", "Prompt tokens whose KV came from host memory.")
 
     def loaded(self, tokens: int) -> None:
-        """What has come from there since the start."""
+        """Advance the counter to ``tokens``, the total since the start."""
         if self._counts:
             self._loaded.inc(tokens - self._before)
             self._before = tokens

@@ -1,4 +1,4 @@
-"""A decode worker that computes short remainders of prompts itself; see local_prefill.py.
+"""A decode worker with local prefill; see local_prefill.py.
 
 Upstream: none is known. NVIDIA Dynamo decides the same in its router (conditional disaggregation).
 """
@@ -20,15 +20,15 @@ hooks.register(hooks.DecodeHooks, make_local_prefills)
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Transfers of a decode worker, and what is computed in the place of one."""
+    """Transfers of a decode worker, and its local prefills."""
 
     local: LocalPrefills | None = None
 
 
 class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMixin):
-    """A decode worker's loop with steps over remainders of prompts."""
+    """The event loop of a decode worker with local prefill steps."""
 
     def get_next_disagg_decode_batch_to_run(self):
-        """Adds a step over remainders of prompts that are computed here; after each, requests that decode have one."""
+        """Adds local prefill steps; after each, running requests have a decode step."""
         batch = next_local_batch(self, self.disagg_decode_transfer_queue.local)
         return super().get_next_disagg_decode_batch_to_run() if batch is None else batch

@@ -1,10 +1,10 @@
-"""Which remainders of prompts decode computes, and when: a token bucket, and one comparison with prefill.
+"""Decides which remainders of prompts decode computes, and when: a token bucket, and one comparison with prefill.
 
-A step over prompts makes one gap between the tokens of all requests that decode longer. So decode steps fill a bucket
-with a part of their own time, and each remainder takes out its share of its steps. A remainder waits while the bucket
-is overdrawn, or goes to prefill if that is sooner. Once admitted, it waits for no more decode steps than expected.
+A prefill step delays the next token of all decoding requests. So decode steps earn credit, a share of their own time,
+and each remainder costs its share of its steps. A remainder waits while the bucket is overdrawn, or goes to prefill if
+that is sooner. Once admitted, it waits for at most the expected number of decode steps.
 
-Times are thousandths of a decode step. All ranks go by the first one's figures, in whole numbers, and decide alike.
+Times are integers, in 1/1000 of a decode step. All ranks use the first rank's figures, so they decide alike.
 
 Upstream: none is known. NVIDIA Dynamo decides the same in its router (conditional disaggregation).
 """
@@ -20,23 +20,23 @@ from typing import Any, NamedTuple
 __all__ = ["AUTO", "UNIT", "Bucket", "OtherRanks", "Policy", "ShortTransfers"]
 
 UNIT = 1000  #: A decode step.
-#: Decode steps give one part in so many of their time to steps over prompts, if this many requests or more decode. If
-#: fewer decode, the part is larger: together they lose the same time.
+#: Prefill steps get 1/ONE_IN of the time of decode steps with MANY or more requests; with fewer requests the share is
+#: larger, since together they lose the same time.
 ONE_IN, MANY = 20, 8
-#: The part if prefill takes so many times as long as a step here; how many times the debt a conversation then may have.
+#: Their share if prefill takes SLOW times as long as a step here; the limit of debt is then MORE_DEBT times larger.
 ONE_IN_SLOW, SLOW, MORE_DEBT = 4, 4, 8
-WORTH = 16  #: A second sooner for a first token is worth so many seconds by which others' next tokens are later.
-FULL = 2  #: Steps over prompts that the bucket holds; as many times more as the part is larger.
-#: Samples kept; how many times the median one counts at most; decode steps after which a cost is taken for unknown.
+WORTH = 16  #: A first token one second sooner may delay others' next tokens by so many seconds in sum.
+FULL = 2  #: Prefill steps that a full bucket pays for; scaled with the share.
+#: Samples kept; cap of a sample as a multiple of the median; decode steps after which a cost counts as unknown.
 KEPT, MOST_SAMPLE, FORGOTTEN = 32, 4, 500
 
 
 class Policy(NamedTuple):
     """Limits in tokens, the same on all ranks.
 
-    most: of a remainder. slice: of a step while other requests decode. step: of a step while none does. debt: what
-    decode has computed of a conversation and prefill has never seen. paced: whether the bucket limits steps; not where
-    the operator names a number of tokens.
+    most: of a remainder. slice: of a step while other requests decode. step: of a step while none does. debt: tokens
+    of a conversation that decode has computed and prefill has never seen. paced: whether the bucket limits steps;
+    False if the operator gives a number of tokens.
     """
 
     most: int
@@ -47,9 +47,9 @@ class Policy(NamedTuple):
 
     @classmethod
     def of(cls, asked: str) -> Policy | None:
-        """What ``--disaggregation-decode-local-prefill`` asks for; None for nothing. Raises ValueError."""
+        """The policy for ``--disaggregation-decode-local-prefill``; None if off. Raises ValueError."""
         if asked in ("off", "false"):
-            # YAML makes the second of the first.
+            # YAML turns "off" into "false".
             return None
         if asked == "auto":
             return AUTO
@@ -59,26 +59,26 @@ class Policy(NamedTuple):
         return cls(most, AUTO.slice, step=max(AUTO.step, most), debt=max(AUTO.debt, most))
 
     def within(self, most: int, slices: bool) -> Policy:
-        """The same, with at most ``most`` tokens in a step, and in a remainder if there are no slices."""
+        """The policy with at most ``most`` tokens in a step, and in a remainder without slices."""
         longest = self.most if slices else min(self.most, most)
         return self._replace(step=min(self.step, most), slice=min(self.slice, most), most=longest)
 
 
-AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)  #: A chat's turn has fewer than 128 tokens.
+AUTO = Policy(most=128, slice=64, step=2048, debt=512, paced=True)  #: A chat turn has fewer than 128 tokens.
 
 
 def _has_prompts(batch: Any) -> bool:
-    """Whether a step computes prompts, on this or another of the DP ranks that step together."""
+    """Whether a step computes prompts, on this or another DP rank of the joint step."""
     return bool(getattr(batch, "is_extend_in_batch", False))
 
 
 class ShortTransfers:
-    """How long the last transfers from prefills took, from admission to commit."""
+    """Durations of recent transfers from prefills, from admission to commit."""
 
     KEPT = 8
-    # What a transfer of fewer tokens takes is not for its tokens.
+    # Shorter transfers take as long as this many tokens.
     LEAST_TOKENS = 256
-    # Older ones say nothing of what a prefill does now.
+    # Older transfers do not reflect prefill's present load.
     LATE_S = 30.0
 
     def __init__(self) -> None:
@@ -89,33 +89,33 @@ class ShortTransfers:
         self._last.append((time.monotonic(), seconds / max(tokens, self.LEAST_TOKENS)))
 
     def short(self) -> float | None:
-        """Seconds of a transfer of few tokens, from any prefill; None if there were none of late."""
+        """Seconds of a short transfer from any prefill; None without a recent one."""
         since = time.monotonic() - self.LATE_S
         found = [seconds_per_token for at, seconds_per_token in self._last if at > since]
         return median(found) * self.LEAST_TOKENS if found else None
 
 
 class Bucket:
-    """Time for steps over prompts. transfer_s: what prefill took for short remainders of late; None if unknown."""
+    """Token bucket for prefill steps. transfer_s: seconds of recent short transfers; None if unknown."""
 
     width = 2
 
     def __init__(self, transfer_s: Callable[[], float | None] = lambda: None):
         self._transfer_s = transfer_s
-        # When the last step ended, if the loop has not been idle since.
+        # End of the last step; None after the loop was idle.
         self._ended: float | None = None
         self._decode, self._computed = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
-        # Agreed on: of a request in a step over prompts, of prefill; 0: unknown.
+        # Agreed by all ranks: time of a request in a prefill step, and of prefill; 0: unknown.
         self.cost = self.prefill = 0
         self.level = self.steps = self._since = 0
-        self._sharers = 1  # DP ranks that step together: all wait for a step of each.
+        self._sharers = 1  # DP ranks in a joint step: each waits for the steps of all.
 
     def idle(self) -> None:
-        """The loop has nothing to do: the time until the next result is not that of a step."""
+        """The loop is idle: the time until the next result is not a step's."""
         self._ended = None
 
     def note_step(self, batch: Any, result: Any = None, now: float | None = None) -> None:
-        """The result of ``batch`` has been processed; its time is that since the result before."""
+        """The result of ``batch`` was processed; its time counts from the result before."""
         began, self._ended = self._ended, time.monotonic() if now is None else now
         everywhere = batch.global_num_tokens or ()
         self._sharers = max(1, len(everywhere))
@@ -128,7 +128,7 @@ class Bucket:
             self._decode.append(seconds)
 
     def own(self) -> list[int]:
-        """This rank's figures, `width` of 0 or more."""
+        """This rank's figures: `width` numbers >= 0."""
         if not self._decode:
             return [0] * self.width
         step, cost = median(self._decode), 0.0
@@ -138,25 +138,25 @@ class Bucket:
         return [round(UNIT * seconds / step) for seconds in (cost, self._transfer_s() or 0.0)]
 
     def take(self, figures: list[int]) -> None:
-        """All ranks go by these from now on."""
+        """Apply the figures agreed by all ranks."""
         self.cost, self.prefill = figures
 
     def decoded(self, requests: int) -> None:
-        """A decode step of ``requests`` is launched; 0: nobody decodes."""
+        """A decode step of ``requests`` requests is launched; 0: none decodes."""
         self.steps += 1
         self._since = self._since + 1 if requests else 0
         full = FULL * self.cost * ONE_IN // self._one_in(requests)
         self.level = min(full, self.level + self._earned(requests)) if requests else full
 
     def spend(self, steps: int) -> None:
-        """A remainder of so many steps has been admitted, beside requests that decode."""
+        """A remainder of ``steps`` steps was admitted beside decoding requests."""
         self.level, self._since = self.level - steps * self.cost, 0
 
     def wait(self, steps: int, requests: int) -> int | None:
-        """Decode steps until a remainder of so many steps may begin; None: prefill is sooner.
+        """Decode steps until a remainder of ``steps`` steps may begin; None: send it to prefill.
 
-        Or later by less than what the ``requests`` that decode would lose, in `WORTH`. If nothing is known of prefill,
-        only a remainder that need not wait is computed here.
+        It goes to prefill if that is sooner, or later by less than the ``requests`` decoding would lose, by `WORTH`.
+        If prefill's time is unknown, only a remainder that need not wait is computed here.
         """
         if not self.cost or (self._since >= FORGOTTEN and self.level >= 0):
             return 0
@@ -166,15 +166,15 @@ class Bucket:
         return waits if UNIT * waits + steps * self._lost(requests) <= self.prefill else None
 
     def is_slow(self, requests: int) -> bool:
-        """Whether prefill takes many times as long as a step here."""
+        """Whether prefill takes `SLOW` times as long as a step here."""
         return bool(self.cost) and self.prefill >= SLOW * self._lost(requests)
 
     def _lost(self, requests: int) -> int:
-        """By a step over prompts: its time, and that of the ``requests`` that wait for it, in `WORTH`."""
+        """Cost of a prefill step: its time, and that of the ``requests`` that wait for it, by `WORTH`."""
         return self.cost + self.cost * requests // WORTH
 
     def _earned(self, requests: int) -> int:
-        """With a decode step of ``requests``."""
+        """Credit of a decode step of ``requests`` requests."""
         return max(1, UNIT * max(requests, MANY) // (self._one_in(requests) * self._sharers * requests))
 
     def _one_in(self, requests: int) -> int:
@@ -182,23 +182,23 @@ class Bucket:
 
 
 class OtherRanks:
-    """The DP ranks that step together with this one, by what the engine tells all of each step.
+    """DP ranks that step jointly with this one, from the engine's figures of each step.
 
-    decoding: requests of the rank that decodes the most of them, this one included, as far as is known; 0 where ranks
-    do not step together, and where the engine tells none of the others (DeepEP with --moe-dense-tp-size 1).
+    decoding: the largest number of decoding requests on any rank, this one included, as far as known; 0 if ranks do
+    not step jointly or the engine does not exchange the figures (DeepEP with --moe-dense-tp-size 1).
     """
 
     def __init__(self) -> None:
         self.decoding = 0
-        # Whether there are any.
+        # Whether there are other ranks.
         self.together = False
 
     def idle(self) -> None:
-        """The loop has nothing to do, on any of them."""
+        """All ranks are idle."""
         self.decoding = 0
 
     def note_step(self, batch: Any, result: Any = None) -> None:
-        """The result of ``batch`` has been processed. A rank that computes prompts counts these, and not requests."""
+        """The result of ``batch`` was processed. For steps over prompts the engine counts tokens, not requests."""
         everywhere = batch.global_num_tokens or ()
         self.together = len(everywhere) > 1
         if everywhere and not _has_prompts(batch):

@@ -1,12 +1,12 @@
-"""Remainders of prompts that a decode rank computes itself, in slices between its decode steps.
+"""Local prefill: a decode rank computes short remainders of prompts itself, in slices between its decode steps.
 
-In a chat, decode holds all of a prompt but the tokens that are new. To compute these is one short step here; to ask
-prefill for them is a round trip, behind whatever else waits there. NVIDIA Dynamo calls it conditional disaggregation.
+In a chat, decode holds all of a prompt but the new tokens. Computing these takes one short step; prefill would take a
+round trip behind its queue. NVIDIA Dynamo calls this conditional disaggregation.
 
-A request comes here from admission with its prefix locked and its slots allocated, and leaves with a step of the
-engine's own kind (EXTEND), after which it decodes like any other. Whole pages enter the tree when the step that
-computes them is launched: what reads them comes later in the same stream, and if the tree has got the same pages from
-elsewhere meanwhile, ours have not been touched by anybody and go back to the pool.
+A request arrives from admission with its prefix locked and its slots allocated, and leaves with an EXTEND step of the
+engine, after which it decodes like any other. Whole pages enter the tree when the step that computes them is launched:
+readers come later in the same stream. If the tree has received the same pages meanwhile, ours are still untouched and
+are freed.
 
 Upstream: none is known.
 """
@@ -40,17 +40,17 @@ __all__ = ["LocalHooks", "LocalPrefills", "LocalReq", "Slice", "needs_prefill"]
 
 
 def needs_prefill(model: str | None) -> str | None:
-    """Why prompts of this worker are never computed by it; None if they can be. model: what it keeps beside KV."""
+    """Why this worker's prompts cannot be computed locally; None if they can. model: its state beside KV."""
     if model is None:
         return None
-    return f"{model} of a prefix, which a step over the rest would start from, are not kept on decode"
+    return f"{model} of a prefix, from which a step would start, are not kept on decode"
 
 
 @dataclasses.dataclass(eq=False)
 class LocalReq:
-    """A request that is computed here. done: tokens of its prompt held, or launched. due: the decode step after which
-    it may begin while others decode. agreed: by all ranks. begun: a step has computed, or computes, a part of it.
-    computed: so many tokens of it."""
+    """A request that is computed here. done: tokens held or launched. due: the decode step after which it may begin
+    while others decode. agreed: known on all ranks. begun: a step has computed, or computes, a part of it. computed:
+    tokens of these steps."""
 
     decode_req: DecodeRequest
     done: int
@@ -65,26 +65,26 @@ class LocalReq:
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt that no step computes yet."""
+        """Tokens of the prompt that no step has computed yet."""
         return len(self.req.origin_input_ids) - self.done
 
 
 class Slice(NamedTuple):
-    """Tokens of a prompt that one step computes: up to ``end``, from where `LocalReq.done` is."""
+    """Tokens of a prompt that one step computes, from `LocalReq.done` to ``end``."""
 
     one: LocalReq
     end: int
 
 
 class PromptSteps:
-    """The steps over prompts, by number. The tree is told which is to write what enters it, and which are over."""
+    """Numbers the prefill steps. The tree records which step writes new nodes, and the last one that has ended."""
 
     def __init__(self, tree: DecodeRadixCache):
         self._tree, self.launched = tree, 0
 
     @contextmanager
     def next_writes(self) -> Iterator[None]:
-        """What enters the tree meanwhile the next step writes: who reads outside of the stream waits until it has."""
+        """Nodes inserted in this context are written by the next step; readers outside the stream wait for it."""
         self._tree.writing = self.launched + 1
         try:
             yield
@@ -92,68 +92,68 @@ class PromptSteps:
             self._tree.writing = 0
 
     def launch(self, batch: Any) -> None:
-        """``batch`` is that step."""
+        """``batch`` is the next step."""
         self.launched += 1
         batch.prompt_step = self.launched
 
     def note_step(self, batch: Any, result: Any = None) -> None:
-        """The result of ``batch`` has been processed: it has written what it was to write."""
+        """The result of ``batch`` has been processed, so its writes are done."""
         self._tree.written = max(self._tree.written, batch.prompt_step)
 
     def idle(self) -> None:
-        """The loop has nothing to do: no step is under way."""
+        """The loop is idle: no step is in flight."""
         self._tree.written = self.launched
 
 
 class PromptPages:
-    """The whole pages of prompts that are computed here, in the tree from the launch of their step on."""
+    """Whole pages of prompts that are computed here; they enter the tree when their step is launched."""
 
     def __init__(self, tree: DecodeRadixCache):
         self._tree = tree
 
     def end(self, one: LocalReq, end: int) -> int:
-        """Before which token a step that computes a prompt up to ``end`` puts it into the tree."""
-        # The page of the last token is computed into a page of its own, whatever the tree holds.
+        """The number of tokens that enter the tree with a step that computes a prompt up to ``end``."""
+        # The last token is always computed, into its own page, whatever the tree holds.
         shared = end - 1 if end == len(one.req.origin_input_ids) else end
         return shared // self._tree.page_size * self._tree.page_size
 
     def enter(self, slices: Sequence[Slice]) -> Iterator[tuple[Slice, int]]:
-        """Put into the tree what a step over ``slices`` computes, one by one, each with the token that it starts with.
+        """Insert what a step over ``slices`` computes into the tree; yields each with the token it starts at.
 
-        One whose beginning another of them computes is left for the next step: attention may read what is before a
-        slice before this step writes it (FlashInfer, ragged).
+        A slice whose beginning is computed by an earlier one is left for the next step: attention may read the tokens
+        before a slice before this step writes them (FlashInfer, ragged).
         """
         ends = [self.end(*part) for part in slices]
-        # The first has none before it.
+        # None precedes the first.
         before = [self._held(part.one, ends[i]) if i else None for i, part in enumerate(slices)]
         for part, end, earlier in zip(slices, ends, before, strict=True):
             held = self._held(part.one, end)
-            # Nobody but those before it has put anything into the tree since.
+            # Equal: no earlier slice of this step has inserted tokens of it.
             if earlier in (None, held):
                 self.share(part.one, end)
                 yield part, max(part.one.done, min(held, end))
 
     def _held(self, one: LocalReq, end: int) -> int:
-        """How many of the prompt's tokens before ``end`` the tree has."""
+        """Tokens of the prompt before ``end`` that the tree holds."""
         req, tree = one.req, self._tree
         if not tree.accepts(req):
             return 0
         return tree.peek(tree.shareable(self._tokens(req, end)), req.extra_key).length
 
     def share(self, one: LocalReq, end: int) -> None:
-        """Put the prompt's tokens before ``end`` into the tree."""
-        # All slices of a prompt are one use of it: the last counts. With drafts, a token's KV depends on the next.
+        """Insert the prompt's tokens before ``end`` into the tree."""
+        # All slices of a prompt count as one use, with the last. With a draft, a token's KV depends on the next token.
         if end > one.req.cache_protected_len:
             chunked = end < self.end(one, len(one.req.origin_input_ids))
             self._tree.commit_req(one.req, end + self._tree.is_eagle, chunked)
 
     def _tokens(self, req: Req, end: int) -> list[int]:
-        """What the tree knows the tokens before ``end`` by: with drafts, the token after them is part of it."""
+        """The tree's key of the tokens before ``end``; with a draft it includes the next token."""
         return req.origin_input_ids[: end + 1 if self._tree.is_eagle else end]
 
 
 class LocalPrefills(DeltaSource):
-    """The requests of one decode rank that are computed here, from admission until they decode."""
+    """Requests of one decode rank that are computed here, from admission until they decode."""
 
     def __init__(
         self,
@@ -164,58 +164,58 @@ class LocalPrefills(DeltaSource):
         policy: Policy,
         tells: bool,
     ):
-        """rows: the pool of requests' rows. tells: whether this rank tells prefill, for all ranks."""
+        """rows: the req_to_token pool. tells: whether this rank notifies prefill on behalf of all ranks."""
         self._tree, self._rows, self._admission, self._events = tree, rows, admission, events
         self.policy, self._tells = policy, tells
         self.transfers = ShortTransfers()
         self.bucket = Bucket(self.transfers.short)
         self.ranks = OtherRanks()
-        # A draft's KV of a token is computed with the one after it, which the end of a slice does not know.
+        # No slices with a draft: its KV of a token is computed with the next token, which is not in the slice.
         self.slices = not tree.is_eagle
         self.waiting: list[LocalReq] = []
-        # Of the request that was last decided to be computed here: the decode steps that it waits, its own steps.
+        # Of the request last chosen for local prefill: decode steps that it waits, and its own steps.
         self._wait, self._takes = 0, 0
-        self._due_only = False  # Whether the next step computes only what has waited for as long as expected.
-        self.stood_back = False  # Whether they have left the last single place to those whose KV has arrived.
-        # The last step, until those that it has finished decode.
+        self._due_only = False  # Whether the next step computes only requests that are due.
+        self.stood_back = False  # Whether they have left the last free req slot to requests whose KV has arrived.
+        # The last step, until the requests that it completed decode.
         self.launched: Any = None
         self.steps, self._pages = PromptSteps(tree), PromptPages(tree)
 
-    # ---- questions ----
+    # ---- state ----
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits here, or for its first decode step."""
+        """Whether a request waits here or for its first decode step."""
         return bool(self.waiting) or self.launched is not None
 
     @property
     def queued(self) -> int:
-        """Tokens of prompts that no step computes yet."""
+        """Tokens of prompts that no step has computed yet."""
         return sum(one.left for one in self.waiting)
 
     # ---- the source of a delta ----
 
     def lets(self, decode_req: DecodeRequest) -> bool:
-        """Whether its prefill drops a request that is computed here."""
+        """Whether its prefill supports cancelling requests that are computed here."""
         receiver = decode_req.kv_receiver
         drops: bool = receiver.kv_mgr.drops(receiver.bootstrap_addr)
         return drops
 
     def takes(self, req: Req, found: PrefixPeek, live: Callable[[], LiveReqs]) -> bool:
-        """Whether ``req``, of which the tree holds ``found``, is computed here."""
+        """Whether ``req``, with prefix ``found``, is computed here."""
         return self.should_compute(req, found, lambda: len(live().running))
 
     def taken(self) -> list[DecodeRequest]:
-        """The requests of whose prompts a part is left to compute."""
+        """Requests whose prompts are not computed completely."""
         return [one.decode_req for one in self.waiting]
 
     def writes(self) -> bool:
-        """Whether a step over prompts is in flight: what it computes is in the tree from its launch on."""
+        """Whether a prefill step is in flight; its pages are in the tree since its launch."""
         return self.steps.launched > self._tree.written
 
     def should_compute(self, req: Req, found: PrefixPeek, others: Callable[[], int]) -> bool:
-        """Whether ``req``, of which the tree holds ``found``, is computed here. others: requests that decode."""
-        # Of a full hit, the last page is computed anew.
+        """Whether ``req``, with prefix ``found``, is computed here. others: returns the number of decoding requests."""
+        # Of a full hit, the last page is computed again.
         delta = len(req.origin_input_ids) - found.length or self._tree.page_size
         if delta > self.policy.most or not is_plain(req):
             return False
@@ -224,7 +224,7 @@ class LocalPrefills(DeltaSource):
         if decoding and not self.slices and delta > most:
             return False
         if self.policy.paced and self.queued + delta > self.policy.step:
-            # More than one step computes: by the next step, the requests of this one decode.
+            # Needs several steps: by the next one, the requests of this one decode.
             decoding = max(decoding, len(self.waiting))
         paced = bool(decoding) and self.policy.paced
         debt = unknown_to_prefill(found)
@@ -236,9 +236,9 @@ class LocalPrefills(DeltaSource):
         return wait is not None
 
     def request(self, decode_req: DecodeRequest) -> None:
-        """Take in a request that has its memory, and have its prefill drop it.
+        """Accept a request that has its memory, and cancel it on prefill.
 
-        A step in flight comes before ours in the stream, so it need not be waited for.
+        Steps in flight precede ours in the stream, so there is no need to wait for them.
         """
         req = decode_req.req
         req.computed_here = decode_req.entry.delta
@@ -247,7 +247,7 @@ class LocalPrefills(DeltaSource):
         self.waiting.append(LocalReq(decode_req, req.transfer_prefix_len, self.bucket.steps + self._wait))
         self.bucket.spend(self._takes)
         req.time_stats.set_decode_transfer_queue_entry_time()
-        # Prefill has been asked for nothing.
+        # Prefill was not asked for KV.
         receiver = decode_req.kv_receiver
         receiver.conclude_state = KVPoll.Success
         receiver.end()
@@ -255,9 +255,9 @@ class LocalPrefills(DeltaSource):
             tell(receiver.bootstrap_addr, COMPUTED_ROUTE, [req.bootstrap_room])
 
     def agree(self, decode_req: DecodeRequest) -> bool:
-        """A request has failed on no rank: if it is one of these, it is computed when its step comes.
+        """A request is ready on all ranks: mark it for the next step if it is computed here.
 
-        Returns whether it is. One that has failed on the way is not, nor one for which KV is being copied.
+        Returns whether it is. False if it has failed, or while KV is copied for it.
         """
         for one in self.waiting:
             if one.decode_req is decode_req and decode_req.poll() == KVPoll.Success:
@@ -270,7 +270,7 @@ class LocalPrefills(DeltaSource):
         return False
 
     def _take_in(self, one: LocalReq) -> None:
-        """What has been copied from host memory is the tree's."""
+        """Put what was loaded from host memory into the tree."""
         load = one.decode_req.load
         if load is None:
             return
@@ -280,11 +280,11 @@ class LocalPrefills(DeltaSource):
         let_go(one.decode_req, self._tree.tier)
 
     def forget(self, decode_req: DecodeRequest) -> None:
-        """A request has failed before that."""
+        """A request failed before `agree`."""
         self.waiting = [one for one in self.waiting if one.decode_req is not decode_req]
 
     def abort(self, matches: Callable[[Req], bool]) -> None:
-        """Have the requests that match end at the next step; what is in flight for them is waited for."""
+        """Abort matching requests in the next step, after any step in flight for them."""
         for one in self.waiting:
             if matches(one.req) and one.req.to_finish is None:
                 one.req.to_finish = FINISH_ABORT()
@@ -292,9 +292,9 @@ class LocalPrefills(DeltaSource):
     # ---- steps ----
 
     def take_aborted(self, overlapped: bool) -> list[DecodeRequest]:
-        """Those that have been aborted and of which no step is in flight; they are no longer here.
+        """Remove and return aborted requests without a step in flight.
 
-        overlapped: whether the result of the last step has not been processed.
+        overlapped: whether the result of the last step is still to be processed.
         """
         in_flight = set(map(id, self.launched.reqs)) if overlapped and self.launched is not None else set()
         gone = [one for one in self.waiting if one.agreed and one.req.to_finish and id(one.req) not in in_flight]
@@ -304,12 +304,12 @@ class LocalPrefills(DeltaSource):
         return [one.decode_req for one in gone]
 
     def computed(self) -> tuple[Any, list[Req]] | None:
-        """The last step, and those of its requests of whose prompt a part is left; None if there was none."""
+        """The last step, and its requests that are not computed completely; None if there was no step."""
         batch, self.launched = self.launched, None
         return None if batch is None else (batch, [one.req for one in self.waiting])
 
     def may_step(self, decoding: int) -> bool:
-        """Whether the next step may be one over prompts: while ``decoding`` requests wait, what has begun or is due."""
+        """Whether the next step may compute prompts; while ``decoding`` requests wait, only begun or due ones."""
         self._due_only = bool(decoding) and self.policy.paced
         return not self._due_only or any(map(self._is_due, self.waiting))
 
@@ -317,17 +317,17 @@ class LocalPrefills(DeltaSource):
         return one.agreed and (one.begun or one.due <= self.bucket.steps)
 
     def pick(self, most_tokens: int, most_reqs: int, fits: Callable[[Req], bool]) -> list[Slice]:
-        """What the next step computes, in order of admission.
+        """Slices of the next step, in order of admission.
 
-        All end with a page, or with their prompt; the last one may be a part of its prompt. fits: whether the step can
-        have this request too.
+        Each ends at a page boundary or with its prompt; only the last may be part of a prompt. fits: whether the step
+        can hold this request as well.
         """
         return list(self._pick(most_tokens, most_reqs, fits))
 
     def most_tokens(self, decoding: int) -> int:
-        """Tokens that one step computes, for which ``decoding`` requests wait.
+        """Tokens of one step, for which ``decoding`` requests wait.
 
-        A slice, or as many as those who wait for this step are times those that decode: one for all takes less time.
+        One slice, times waiting/decoding if more requests wait than decode: one step for all takes less time.
         """
         if not decoding:
             return self.policy.step
@@ -344,7 +344,7 @@ class LocalPrefills(DeltaSource):
             if one.left <= most_tokens or (not self.slices and not picked):
                 end = len(one.req.origin_input_ids)
             elif self.slices:
-                # At least a page: its start need not be at one, where pages are larger than the slice.
+                # At least one page; its start need not be at a boundary if pages are larger than the slice.
                 end = max((one.done + most_tokens) // page, one.done // page + 1) * page
                 end = min(end, len(one.req.origin_input_ids))
                 if picked and end - one.done > most_tokens:
@@ -355,27 +355,27 @@ class LocalPrefills(DeltaSource):
             picked += 1
             yield Slice(one, end)
             if end < len(one.req.origin_input_ids):
-                # The engine expects one such request in a step: of another it would stream an answer without a token.
+                # The engine expects one partial request per step: for a second it would stream an answer without token.
                 return
 
     def begin(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Set the requests of ``slices`` up for a step of the engine; what is whole pages by then is the tree's.
+        """Prepare the requests of ``slices`` for a step and insert their whole pages into the tree.
 
-        Returns those of which the step has something to compute.
+        Returns the slices with tokens left to compute.
         """
         with self.steps.next_writes():
             return [part for part, start in self._pages.enter(slices) if self._set_up(part.one, start, part.end)]
 
     def _set_up(self, one: LocalReq, start: int, end: int) -> bool:
-        """Have the next step compute a prompt from ``start`` to ``end``; returns whether there is something to compute.
+        """Prepare the next step to compute a prompt from ``start`` to ``end``; returns False if nothing is left.
 
-        Before ``start`` the tree has had it.
+        The tree holds the tokens before ``start``.
         """
         req, prompt = one.req, one.req.origin_input_ids
         last = end == len(prompt)
         one.done = end
         if start == end:
-            # The tree has got all of it from elsewhere meanwhile.
+            # The tree has received all of it meanwhile.
             return False
         one.begun = True
         one.computed += end - start
@@ -387,17 +387,17 @@ class LocalPrefills(DeltaSource):
         return True
 
     def launch(self, batch: Any, slices: Sequence[Slice]) -> None:
-        """``batch`` computes ``slices``: whose prompt it ends is no longer here."""
+        """``batch`` computes ``slices``; requests whose prompt it completes are removed here."""
         self.launched = batch
         self.steps.launch(batch)
         for one, _ in slices:
             req = one.req
-            # The engine takes what this step computes for all that has been allocated.
+            # The engine takes the tokens of this step for all allocated ones.
             req.kv_committed_len = req.kv_allocated_len = len(req.origin_input_ids)
             if one.left == 0:
                 self._admission.committed(one.decode_req.entry)
                 one.decode_req.advance(Phase.COMMITTED)
-                # What has come into the tree since its admission was held, and not computed.
+                # Tokens that entered the tree since admission count as held, not computed.
                 prompt_len, req.computed_here = len(req.origin_input_ids), one.computed
                 req.transfer_prefix_len = prompt_len - one.computed
                 self._events.committed(prompt_len, req.transfer_prefix_len, one.computed)
@@ -405,63 +405,60 @@ class LocalPrefills(DeltaSource):
 
 
 class LocalHooks(DecodeHooks):
-    """What the core and other extras learn of the requests that are computed here."""
+    """Hooks that report local prefills to the core and other extras."""
 
     def __init__(self, local: LocalPrefills):
         self._local = local
 
     def source(self) -> DeltaSource:
-        """This worker."""
         return self._local
 
     def arrived(self, entry: QueueEntry, seconds: float) -> None:
-        """From a prefill, or it was computed here."""
+        """Records the transfer time, unless it was computed here."""
         if not entry.local:
             self._local.transfers.done(entry.delta, seconds)
 
     def has_work(self) -> bool:
-        """Whether a request waits here, or for its first decode step."""
+        """Whether a request waits here or for its first decode step."""
         return self._local.busy
 
     def state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says of prompts that are computed here."""
+        """Fields of ``kv_pool``."""
         return {"computes_up_to": self._local.policy.most}
 
     def measured(self) -> Bucket:
-        """What goes by the times of steps."""
+        """The measurements that ranks agree on."""
         return self._local.bucket
 
     def reqs(self) -> list[Req]:
-        """The requests that all ranks know to be here and that do not decode, those in the last step included."""
+        """Requests here that all ranks know and that do not decode yet, including those of the last step."""
         found = {id(one.req): one.req for one in self._local.waiting if one.agreed}
         if self._local.launched is not None:
             found |= {id(req): req for req in self._local.launched.reqs}
         return list(found.values())
 
     def begun(self) -> tuple[list[Req], list[Req]]:
-        """Those of which a step has computed a part, and those that it has not; none that has been aborted."""
+        """Requests that a step has begun, and those that it has not; without aborted ones."""
         going = [one for one in self._local.waiting if one.agreed and not one.req.to_finish]
         return [one.req for one in going if one.begun], [one.req for one in going if not one.begun]
 
     def in_step(self) -> list[Req]:
-        """Those in the last step, until it has been processed."""
+        """Requests of the last step, until it is processed."""
         return [] if self._local.launched is None else list(self._local.launched.reqs)
 
     def beside(self, queue: Sequence[DecodeRequest]) -> list[Req]:
-        """The requests that have not ended, and do not decode, beside those in ``queue``; each once.
+        """Live requests that do not decode and are not in ``queue``; each once.
 
-        queue: of transfers. Of what is computed here, it has what all ranks do not know of yet.
+        queue: the transfer queue. It has the requests here that not all ranks know yet.
         """
         found = {id(one.req): one.req for one in self._local.waiting} | {id(req): req for req in self.reqs()}
         queued = {id(decode_req.req) for decode_req in queue}
         return [req for key, req in found.items() if key not in queued and not req.finished()]
 
     def note_step(self, batch: Any, result: Any) -> None:
-        """All learn from each step."""
         for watcher in (self._local.bucket, self._local.steps, self._local.ranks):
             watcher.note_step(batch, result)
 
     def idle(self) -> None:
-        """And are told where the loop has nothing to do."""
         for watcher in (self._local.bucket, self._local.steps, self._local.ranks):
             watcher.idle()

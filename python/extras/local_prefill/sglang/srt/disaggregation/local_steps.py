@@ -1,4 +1,4 @@
-"""How the scheduler of a decode worker runs steps over remainders of prompts: see local_prefill.py.
+"""Local prefill steps in the scheduler of a decode worker; see local_prefill.py.
 
 Upstream: none is known.
 """
@@ -29,7 +29,7 @@ FLAG = "--disaggregation-decode-local-prefill"
 
 
 def make_local_prefills(queue: Any) -> LocalHooks | None:
-    """What computes prompts on this rank, as the options ask for it; None where prefill computes all."""
+    """Local prefills of this rank as the options request them; None if off or unsupported."""
     scheduler, tree, admission = queue.scheduler, queue.tree_cache, queue.policy
     policy = Policy.of(scheduler.server_args.disaggregation_decode_local_prefill)
     if policy is None:
@@ -37,30 +37,30 @@ def make_local_prefills(queue: Any) -> LocalHooks | None:
     rows = scheduler.req_to_token_pool
     reason = needs_prefill(tree.state.word)
     if reason is not None:
-        # With auto, which nobody need have asked for, that is all that is said.
+        # auto is the default, so it is no warning there.
         level = logging.INFO if policy.paced else logging.WARNING
         logger.log(level, "%s has no effect on this worker: %s.", FLAG, reason)
         return None
     args = scheduler.server_args
-    # What the engine keeps memory for beside the pools: a chunk of a prompt, on workers that compute them.
+    # The engine reserves activation memory for a chunk of a prompt on workers that compute prompts.
     most = args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens
     policy = policy.within(most, slices=not tree.is_eagle)
-    logger.info("Decode computes remainders of prompts itself, up to %d tokens.", policy.most)
+    logger.info("Local prefill: decode computes prompt remainders of up to %d tokens.", policy.most)
     events = events_of(scheduler.server_args)
     queue.local = LocalPrefills(tree, rows, admission, events, policy, scheduler.attn_tp_rank == 0)
     return LocalHooks(queue.local)
 
 
 def next_local_batch(scheduler: Any, local: LocalPrefills | None) -> Any:
-    """The step over remainders that comes next; None if there is none, or requests decode first.
+    """The next local prefill step; None if there is none or decoding requests come first.
 
-    Called once in each turn of the event loop, on all ranks.
+    Called once per iteration of the event loop, on all ranks.
     """
     if local is None:
         return None
     batch = _local_batch(scheduler, local)
     if batch is None:
-        # Of those that decode, if there are any.
+        # A decode step follows, if any request decodes.
         local.bucket.decoded(max(scheduler.running_batch.batch_size(), local.ranks.decoding))
     return batch
 
@@ -74,9 +74,9 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
         running.batch_is_full = False
     elif after_local:
         running.filter_batch(v1_spec_info_filtered=True)
-    # Or who decodes, or could begin to, would stand still for as long as prompts come.
+    # Otherwise requests that decode, or could begin to, would be stalled as long as prompts arrive.
     decoding = who_wait(scheduler, local)
-    # Where DP ranks step together, what others decode is told only of a step without prompts.
+    # With joint DP steps, the other ranks' decoding requests are known only from steps without prompts.
     if (after_local and (decoding or local.ranks.together)) or not local.may_step(decoding):
         return None
     slices = begin(scheduler, local)
@@ -89,18 +89,18 @@ def _local_batch(scheduler: Any, local: LocalPrefills) -> Any:
 
 
 class Aborted(FINISH_ABORT):
-    """The end of a request whose client, or an operator, has aborted it before its prompt was computed."""
+    """The end of a request that was aborted before its prompt was computed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Leaves out the engine's status, which is null: a streamed chat asks for its name, and breaks off.
+        """Omits a null status, on which the engine's streamed chat fails: it looks up the status by name.
 
-        What the engine says of its waiting queue has none either.
+        The engine's aborts of queued requests have no status either.
         """
         return {name: value for name, value in super().to_json().items() if name != "status_code"}
 
 
 def end_aborted(scheduler: Any, local: LocalPrefills) -> None:
-    """Release the requests that have been aborted before they were computed to their end."""
+    """Release requests that were aborted before they were computed completely."""
     for decode_req in local.take_aborted(scheduler.enable_overlap):
         req = decode_req.req
         req.finished_reason = req.to_finish if req.to_finish.status_code else Aborted(req.to_finish.message)
@@ -110,7 +110,7 @@ def end_aborted(scheduler: Any, local: LocalPrefills) -> None:
 
 
 def merge_computed(scheduler: Any, local: LocalPrefills) -> None:
-    """Have the requests of the last step decode from now on, as the engine's aggregated scheduler does."""
+    """Move the requests of the last step to the running batch, as the engine's aggregated scheduler does."""
     computed = local.computed()
     if computed is None:
         return
@@ -125,7 +125,7 @@ def merge_computed(scheduler: Any, local: LocalPrefills) -> None:
 
 
 def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
-    """Process the result of a step over remainders that is in flight, and have its requests decode."""
+    """Process the step in flight, if there is one, and move its requests to the running batch."""
     if local is None or local.launched is None:
         return
     steps = getattr(scheduler, "result_queue", None)
@@ -136,12 +136,12 @@ def end_local_step(scheduler: Any, local: LocalPrefills | None) -> None:
 
 
 def who_wait(scheduler: Any, local: LocalPrefills) -> int:
-    """How many requests decode, or could, while a step over prompts runs; on another DP rank, if more do there."""
+    """Number of requests that decode, or could, during a prefill step; the maximum over this and other DP ranks."""
     return max(scheduler.running_batch.batch_size() + len(scheduler.waiting_queue), local.ranks.decoding)
 
 
 def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
-    """What the next step computes: as much as those that decode can wait for."""
+    """Slices of the next step, within the time that decoding requests can wait."""
     running, rows = scheduler.running_batch, scheduler.req_to_token_pool
     tokens = local.most_tokens(who_wait(scheduler, local))
     places = min(rows.size, scheduler.max_running_requests) - running.batch_size()
@@ -151,10 +151,9 @@ def pick(scheduler: Any, local: LocalPrefills) -> list[Slice]:
 
 
 def places_for_prompts(local: LocalPrefills, places: int, arrived: int) -> int:
-    """How many of ``places`` that are free prompts may take: half of them where those whose KV has arrived want more.
+    """Free req slots that prompts may take: at most half while more requests whose KV has arrived need them.
 
-    Of one, every second time. A place that comes free is first seen here, and a steady stream of short turns would take
-    each.
+    A single one: every second time. Prompts see a freed slot first, so a steady stream of short turns would take all.
     """
     if not arrived or places <= 0 or places >= arrived + len(local.waiting):
         return places
@@ -165,7 +164,7 @@ def places_for_prompts(local: LocalPrefills, places: int, arrived: int) -> int:
 
 
 def begin(scheduler: Any, local: LocalPrefills) -> list[Slice]:
-    """Begin what the next step computes; empty if there is nothing to compute."""
+    """Begin the slices of the next step; empty if there is nothing to compute."""
     begun = {id(one) for one in local.waiting if one.begun}
     slices = local.begin(pick(scheduler, local))
     for began in scheduler.disagg_decode_transfer_queue.hooks.began:
@@ -174,8 +173,8 @@ def begin(scheduler: Any, local: LocalPrefills) -> list[Slice]:
 
 
 def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:
-    """The engine's batch that computes ``slices``, which have been begun."""
-    # Not at the top: it needs the engine's scheduler, which needs this.
+    """The engine's batch that computes ``slices``, which were begun."""
+    # Not at the top: circular import with the engine's scheduler.
     from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
 
     reqs = [one.req for one, _ in slices]
@@ -195,7 +194,7 @@ def launch(scheduler: Any, local: LocalPrefills, slices: list[Slice]) -> Any:
     local.launch(batch, slices)
     batch.prefill_stats = PrefillStats(
         log_input_tokens=batch.extend_num_tokens,
-        # What is before a later slice has been counted: held when the first began, or computed.
+        # Tokens before a later slice were counted before, as held or computed.
         log_hit_tokens=sum(req.cached_tokens for req in reqs) - cached_before,
         new_token_ratio=scheduler.new_token_ratio,
         num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, scheduler.enable_priority_scheduling),

@@ -1,4 +1,4 @@
-"""Where decode computes no prompts, and with which options it is refused.
+"""Options that local prefill is refused with, and the default where it cannot work.
 
 Upstream: none is known.
 """
@@ -20,16 +20,16 @@ OPTION = "--disaggregation-decode-local-prefill"
 
 
 def _computes(name: str, used: Callable[[ServerArgs], object]) -> Rule:
-    """What is refused where decode computes prompts."""
+    """A rule that refuses local prefill with ``name``."""
     both = f"{OPTION} with {name}"
     return Rule(both, lambda args: args.disaggregation_decode_local_prefill not in (None, "off") and used(args))
 
 
 def _has_bounded_dispatch(args: ServerArgs) -> bool:
-    """Whether a step of more than some hundred tokens is an error in a layer of experts.
+    """Whether an MoE layer fails on a step of more than some hundred tokens.
 
-    Of DeepEP's two ways the one for few tokens takes 128 a rank by default, and so do those of others, where one of
-    them is all that there is: the engine runs no step over prompts on a decode worker.
+    DeepEP's low-latency mode takes 128 tokens a rank by default. Other backends have only such a mode, and the engine
+    runs no prefill step on a decode worker.
     """
     few = args.moe_a2a_backend == "deepep" and args.deepep_mode == "low_latency"
     return few or args.moe_a2a_backend not in ("none", "deepep")
@@ -40,7 +40,7 @@ def _skips_all_gather(args: ServerArgs) -> bool:
 
 
 def may_compute_prompts(args: ServerArgs) -> bool:
-    """Whether decode computes short remainders of prompts where no option says whether it does."""
+    """Whether local prefill is on by default."""
     return not (_has_bounded_dispatch(args) or _skips_all_gather(args))
 
 
@@ -56,7 +56,7 @@ LOCAL = CacheKind(
                     "auto is)",
                     _has_bounded_dispatch,
                 ),
-                # Ranks that decode would take one way through DeepEP, and one that computes a prompt the other.
+                # Decoding ranks would use DeepEP's low-latency mode, and a rank with a prompt the normal one.
                 _computes("SGLANG_SCHEDULER_SKIP_ALL_GATHER", _skips_all_gather),
             ),
         ),

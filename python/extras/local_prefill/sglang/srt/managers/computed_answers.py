@@ -1,4 +1,4 @@
-"""What a prefill answers its client at once when decode computes the prompt: nothing, and that it has ended.
+"""Prefill's answers to clients whose prompts decode computes: an empty one, at once.
 
 Upstream: none is known.
 """
@@ -15,24 +15,24 @@ from sglang.srt.disaggregation.room_notes import RoomNotes, is_room
 
 __all__ = ["COMPUTED_ROUTE", "ComputedAnswers"]
 
-# On a prefill's bootstrap server: what decode tells it.
+# Route of a prefill's bootstrap server for decode's notifications.
 COMPUTED_ROUTE = "/computed_room"
 add_route(COMPUTED_ROUTE)
 
 
 class ComputedAnswers:
-    """Ends requests of a prefill's tokenizer manager, on its event loop."""
+    """Ends requests in a prefill's tokenizer manager, on its event loop."""
 
     def __init__(self, manager: Any):
         self._manager = manager
-        # Those whose requests have not come, or have not been sent to the scheduler; each of one request. Who uses the
-        # room again means another.
+        # Notified rooms whose requests have not arrived or been sent to the scheduler. Each is for one request: a later
+        # request may reuse the room.
         self.rooms: RoomNotes[bool] = RoomNotes()
-        # The rids of requests that are under way, by room. Their states hold the set: two may be of one room.
+        # Rids of live requests by room. Their states own the set; two requests may have the same room.
         self._rids: WeakValueDictionary[int, set[str]] = WeakValueDictionary()
 
     def note(self, room: int) -> None:
-        """Decode computes ``room``: answer all requests of it, and have the scheduler drop them; now, or the next."""
+        """Decode computes ``room``: answer its requests and cancel them in the scheduler, now or on arrival."""
         rids, states = self._rids.get(room, ()), self._manager.rid_to_state
         waiting = [(rid, state) for rid in rids if getattr(state := states.get(rid), "rids", None) is rids]
         waiting = [(rid, state) for rid, state in waiting if state.sent and not state.finished]
@@ -43,13 +43,13 @@ class ComputedAnswers:
             self.rooms.note(room, True)
 
     def answers(self, tokenized_obj: Any, of_batch: bool = False) -> bool:
-        """Whether a request that is about to be sent need not be: it is answered.
+        """Whether a request that is about to be sent is answered already.
 
-        of_batch: it is sent with others. The engine looks up the states of all of them after that.
+        of_batch: it is sent with others; the engine looks up the states of all of them afterwards.
         """
         rid, state = tokenized_obj.rid, self._manager.rid_to_state.get(tokenized_obj.rid)
         room: Any = getattr(tokenized_obj, "bootstrap_room", None)
-        # An aggregated server takes anything for a room.
+        # An aggregated server accepts any value as room.
         if state is None or not is_room(room):
             return False
         prompt_tokens = len(getattr(tokenized_obj, "input_ids", None) or ())
@@ -68,7 +68,7 @@ class ComputedAnswers:
     def _end(self, rid: str, state: Any, prompt_tokens: int) -> None:
         manager, obj = self._manager, state.obj
         if manager.rid_to_state.get(rid) is not state:
-            # Of a batch that has been given up since.
+            # Its batch has been cancelled since.
             return
         meta: dict[str, Any] = {
             "id": rid,

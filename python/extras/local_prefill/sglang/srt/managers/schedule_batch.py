@@ -1,4 +1,4 @@
-"""Batches of prompts that decode computes itself.
+"""Batches of local prefill steps.
 
 Upstream: none is known.
 """
@@ -12,10 +12,10 @@ __all__ = ["ScheduleBatch", "alloc_for_extend"]
 
 
 def alloc_for_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """A batch of prompts that decode computes itself has been given its slots at admission.
+    """Use the slots that a local prefill step got at admission; other batches are allocated by the engine.
 
-    Returns the slots that the step writes, int64 of ``extend_num_tokens``; the rows, int64 of one for each request; and
-    the same as a list.
+    Returns the slots that the step writes (int64, ``extend_num_tokens``), and the req_to_token rows as an int64 tensor
+    and as a list.
     """
     if not batch.has_slots:
         return engine.alloc_for_extend(batch)
@@ -27,14 +27,14 @@ def alloc_for_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 class ScheduleBatch(engine.ScheduleBatch):
-    """A batch that may be one of such prompts."""
+    """A batch that may be a local prefill step."""
 
-    # Whether its requests have been given the slots that an extend writes; and which such step it is, from 1 on.
+    # Whether its slots are allocated already; and the number of the local prefill step, from 1 on.
     has_slots: bool = False
     prompt_step: int = 0
 
     def copy(self) -> ScheduleBatch:
-        """Keeps both."""
+        """Copies both fields."""
         batch = super().copy()
         batch.has_slots, batch.prompt_step = self.has_slots, self.prompt_step
         return batch

@@ -1,4 +1,4 @@
-"""The scheduler of a decode worker that computes remainders of prompts: pauses and aborts.
+"""Pauses and aborts on a decode worker with local prefill.
 
 Upstream: none is known.
 """
@@ -10,26 +10,26 @@ from sglang.srt.managers import scheduler as engine
 
 __all__ = ["Scheduler"]
 
-# As the engine has it.
+# The engine's message.
 ABORTED = "Aborted by AbortReq."
 
 
 class Scheduler(engine.Scheduler):
-    """Ends what is computed here when the engine ends what it knows."""
+    """A scheduler that also pauses and aborts local prefills."""
 
     def _local_prefills(self):
-        """What computes remainders of prompts here; None where prefill computes all."""
+        """Local prefills of this worker; None if prefill computes all."""
         queue = getattr(self, "disagg_decode_transfer_queue", None)
         return None if queue is None else queue.local
 
     def pause_generation(self, recv_req) -> None:
-        """A prompt of which a step has computed a part does not decode yet."""
+        """Ends the local prefill step: its requests do not decode yet, so the engine does not know them."""
         if recv_req.mode != "in_place":
             end_local_step(self, self._local_prefills())
         super().pause_generation(recv_req)
 
     def is_final(self, batch) -> bool:
-        """A prompt that was computed here has no tokens before those of the step."""
+        """A prompt that was computed here has no earlier output tokens."""
         return batch.has_slots or super().is_final(batch)
 
     def _abort(self, recv_req, matches) -> None:
@@ -40,5 +40,5 @@ class Scheduler(engine.Scheduler):
         local.abort(matches)
         for dr in [*self.disagg_decode_prealloc_queue.queue, *self.disagg_decode_transfer_queue.queue]:
             if matches(dr.req):
-                # The room of one that is computed here has ended: no reason is recorded of it.
+                # A locally computed request no longer has a room, so no reason is recorded for it.
                 dr.mark_failed(ABORTED)

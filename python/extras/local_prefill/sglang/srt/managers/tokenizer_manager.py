@@ -1,4 +1,4 @@
-"""Prefill's front, which answers requests whose prompts decode computes.
+"""Prefill's tokenizer manager answers requests whose prompts decode computes.
 
 Upstream: none is known.
 """
@@ -16,21 +16,21 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Hears what decode computes."""
+    """A tokenizer manager that is notified of prompts decode computes."""
 
     def init_disaggregation(self) -> None:
-        """Notifies a prefill of it."""
+        """Adds the route for these notifications on prefill."""
         super().init_disaggregation()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             listen(COMPUTED_ROUTE, partial(self._on_loop, self._note_computed))
 
     @cached_property
     def computed(self) -> ComputedAnswers:
-        """What answers requests of prefill whose prompts decode computes."""
+        """Answers for requests whose prompts decode computes."""
         return ComputedAnswers(self)
 
     def _is_answered(self, tokenized_obj, of_batch: bool = False) -> bool:
-        """Adds those whose prompts decode computes."""
+        """Includes requests whose prompts decode computes."""
         return self.computed.answers(tokenized_obj, of_batch) or super()._is_answered(tokenized_obj, of_batch)
 
     def _note_computed(self, rooms: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Decode batches with no more LoRA adapters than fit; see lora_batch.py.
+"""Bounds the LoRA adapters of decode batches; see lora_batch.py.
 
 Upstream: sgl-project/sglang#39332 (merged), which asks before KV is allocated.
 """
@@ -16,10 +16,10 @@ hooks.register(hooks.DecodeHooks, AdapterHooks.of)
 
 
 class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMixin):
-    """A decode worker's loop, whose batches have as many adapters as fit."""
+    """A decode worker's loop with at most as many adapters in a batch as can be loaded."""
 
     def get_new_prebuilt_batch(self):
-        """Puts no more LoRA adapters into a batch than fit; the engine checks that on prefill only, and ends."""
+        """Keeps the batch within the limit of adapters; the engine checks it on prefill only, and ends here."""
         if not (self.enable_lora and isinstance(self.tree_cache, DecodeRadixCache)):
             return super().get_new_prebuilt_batch()
         with held_back(self):

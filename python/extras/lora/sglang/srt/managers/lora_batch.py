@@ -1,4 +1,4 @@
-"""Which requests a decode batch has room for, also when each has a LoRA adapter.
+"""Chooses requests of a decode batch whose LoRA adapters can be loaded together.
 
 Upstream: sgl-project/sglang#39332 (merged), which asks before KV is allocated.
 """
@@ -17,16 +17,16 @@ from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks
 __all__ = ["AdapterHooks", "AdapterTurns", "held_back", "running_and_waiting"]
 
 Fits = Callable[[set[str | None]], bool]
-# Where no option says how often a request may be overtaken.
+# Bypass budget if no option sets it.
 MOST_OVERTAKEN = 32
 
 
 @contextmanager
 def held_back(scheduler: Any) -> Iterator[None]:
-    """Meanwhile the scheduler's waiting queue has only requests whose adapter fits beside those that run.
+    """Reduce the scheduler's waiting queue to requests whose adapter can be loaded beside the running ones.
 
-    Others wait with their KV, and those of a running adapter go before them, as in the engine's own scheduling of
-    prefills, but not more often than a request may be overtaken.
+    The others wait with their KV. Requests of running adapters bypass them, as in the engine's scheduling of prefills,
+    up to the bypass budget.
     """
     turns = AdapterTurns.of(scheduler)
     before = scheduler.waiting_queue
@@ -46,9 +46,9 @@ def held_back(scheduler: Any) -> Iterator[None]:
 
 
 class AdapterHooks(DecodeHooks):
-    """Holds back requests whose adapter does not fit, also where a step computes prompts, or retracted ones come back.
+    """Applies the limit of adapters to local prefills and resumed requests too.
 
-    queue: of transfers, which knows the scheduler.
+    queue: the transfer queue, which has the scheduler.
     """
 
     def __init__(self, queue: Any):
@@ -56,14 +56,14 @@ class AdapterHooks(DecodeHooks):
 
     @classmethod
     def of(cls, queue: Any) -> AdapterHooks | None:
-        """Of a worker with LoRA."""
+        """For a worker with LoRA; else None."""
         return cls(queue) if queue.scheduler.server_args.enable_lora else None
 
     def joins(self) -> Callable[[Any], bool]:
-        """Whether its adapter fits beside those that run, and all that wait."""
+        """Whether a request's adapter can be loaded beside those of running and waiting requests."""
         turns = AdapterTurns.of(self._queue.scheduler)
         running, waiting = running_and_waiting(self._queue.scheduler)
-        # One that has ended with that step needs its adapter no more, which may be unloaded.
+        # A request that ended with that step no longer needs its adapter, which may be unloaded.
         last = [req for in_step in self._queue.hooks.in_step for req in in_step() if not req.finished()]
         fits = turns.joining([*running, *last], waiting)
         for req in turns.in_turn(waiting):
@@ -71,17 +71,17 @@ class AdapterHooks(DecodeHooks):
         return fits
 
     def may_begin(self) -> Callable[[Any], bool]:
-        """Whether its adapter fits beside those that run."""
+        """Whether a request's adapter can be loaded beside the running ones."""
         return AdapterTurns.of(self._queue.scheduler).joining(*running_and_waiting(self._queue.scheduler))
 
     def began(self, reqs: Iterable[Any]) -> None:
-        """It is nobody's turn because of these any more."""
+        """Counts these requests as begun."""
         AdapterTurns.of(self._queue.scheduler).begin(reqs)
 
 
 def running_and_waiting(scheduler: Any) -> tuple[list[Any], list[Any]]:
-    """Requests whose adapter is in use, those of which decode has computed a part of the prompt among them; and those
-    that wait to begin, of every queue, with all that is there for them."""
+    """Requests whose adapter is in use, including partly computed prompts; and requests of all queues that are ready to
+    begin."""
     of_extras = [begun() for begun in scheduler.disagg_decode_transfer_queue.hooks.begun]
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     return (
@@ -92,14 +92,14 @@ def running_and_waiting(scheduler: Any) -> tuple[list[Any], list[Any]]:
 
 @dataclass
 class AdapterTurns:
-    """Whose turn it is where there are more adapters than are loaded at once.
+    """Order of requests if there are more adapters than can be loaded at once.
 
-    One that does not fit is overtaken by those of adapters that run. When ``most`` have begun since it was held back,
-    its turn has come: the adapter of which fewest requests run takes nobody new until it has run out. That number only
-    falls, so the turn comes, and meanwhile the others go on.
+    A held-back request is bypassed by those of running adapters. After ``most`` of these have begun, it is due: the
+    adapter with the fewest running requests accepts no new ones until these have ended. Their number only falls, so a
+    due request begins eventually, and others continue meanwhile.
 
-    fits: whether these adapters can be loaded at once. began: requests that have begun so far. A request that is held
-    back has ``held_back_at``, what that was then. All of it is the same on all ranks that have the same queues.
+    fits: whether adapters can be loaded at once. began: number of requests begun so far. ``held_back_at`` of a
+    held-back request is ``began`` at that time. All is the same on ranks with the same queues.
     """
 
     fits: Fits
@@ -108,7 +108,7 @@ class AdapterTurns:
 
     @classmethod
     def of(cls, scheduler: Any) -> AdapterTurns:
-        """Those of this scheduler, made when first asked for."""
+        """The state of this scheduler, created on first use."""
         if getattr(scheduler, "adapter_turns", None) is None:
             fits = scheduler.tp_worker.model_runner.lora_manager.validate_lora_batch
             most = getattr(scheduler.server_args, "disaggregation_decode_max_overtaken", MOST_OVERTAKEN)
@@ -117,20 +117,20 @@ class AdapterTurns:
         return found
 
     def joining(self, running: Sequence[Any], waiting: Iterable[Any]) -> Callable[[Any], bool]:
-        """Asked of one request after the other: whether its adapter fits beside those of ``running`` and of all before
-        it that did. Both of every queue, see `running_and_waiting`."""
+        """Returns a function that is called for one request after another: whether its adapter can be loaded beside
+        ``running`` and those accepted before. Both arguments as of `running_and_waiting`."""
         adapters = set(running_adapters := Counter(req.lora_id for req in running))
         begun = set(map(id, running))
-        # Who has been held back for longest; of those, who came first.
+        # Held back longest; of equal ones, the first in the queue.
         first = min(filter(self.is_due, waiting), key=lambda req: req.held_back_at, default=None)
-        # Its place is nobody else's.
+        # A slot for its adapter is reserved.
         kept = set() if first is None else {first.lora_id}
         closed = self._closed(running_adapters, first.lora_id) if first else set()
 
         def joins(req: Any) -> bool:
             adapter = req.lora_id
             if id(req) in begun:
-                # The next slice of its prompt: its adapter runs out with it, not before.
+                # The next slice of its prompt: its adapter is in use until it ends.
                 return True
             if adapter in closed or (adapter not in adapters and not self.fits({adapter} | adapters | kept)):
                 if getattr(req, "held_back_at", None) is None:
@@ -142,7 +142,7 @@ class AdapterTurns:
         return joins
 
     def _closed(self, running: Counter[str | None], wanted: str | None) -> set[str | None]:
-        """Adapters that take nobody new, so that ``wanted`` fits when they have run out."""
+        """Adapters that accept no new requests, so that ``wanted`` can be loaded once theirs have ended."""
         if self.fits({wanted, *running}):
             return set()
         order = sorted(running, key=lambda adapter: (running[adapter], adapter or ""))
@@ -152,16 +152,16 @@ class AdapterTurns:
         return set(order)
 
     def is_due(self, req: Any) -> bool:
-        """Whether a request has been held back for as long as one may be."""
+        """Whether a request has used up its bypass budget."""
         since = getattr(req, "held_back_at", None)
         return since is not None and self.began - since >= self.most
 
     def in_turn(self, waiting: Iterable[Any]) -> list[Any]:
-        """Those whose turn has come first."""
+        """``waiting`` with due requests first."""
         return sorted(waiting, key=lambda req: req.held_back_at if self.is_due(req) else self.began)
 
     def begin(self, reqs: Iterable[Any]) -> None:
-        """These run from now on."""
+        """Count requests that begin now."""
         for req in reqs:
             self.began += 1
             req.held_back_at = None

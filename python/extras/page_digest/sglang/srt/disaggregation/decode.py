@@ -1,4 +1,4 @@
-"""What decode compares digests of pages with.
+"""Sets up page digests on decode.
 
 Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
 """
@@ -14,10 +14,10 @@ __all__ = ["DecodePreallocQueue"]
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """The queue that makes a decode rank's transfer manager."""
+    """The queue that creates a decode rank's transfer manager."""
 
     def _init_kv_manager(self):
-        """Adds what the digests of pages are compared with, with --disaggregation-decode-verify-pages."""
+        """Adds page digests, with --disaggregation-decode-verify-pages."""
         manager = super()._init_kv_manager()
         manager.digest_counters = DigestCounters.of(events_of(self.scheduler.server_args))
         if self.scheduler.server_args.disaggregation_decode_verify_pages:

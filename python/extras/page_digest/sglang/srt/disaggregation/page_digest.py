@@ -1,14 +1,14 @@
-"""Digests of transferred KV pages: whether what lies in decode's pool is what lay in prefill's.
+"""Digests of transferred KV pages, which show whether decode's pool holds what prefill's held.
 
-A transport reports that it has written, not what has arrived. With `--disaggregation-decode-verify-pages` decode asks
-for a digest of the delta with it, and compares before the request is committed.
+A transport reports completed writes, not their content. With `--disaggregation-decode-verify-pages` decode requests a
+digest of the delta, and compares it before the request is committed.
 
 The digest of a KV head is multilinear hashing (Carter and Wegman 1981; Lemire and Kaser 2014) modulo 2^64 over its bits
-as 32-bit words: the sum of word × weight. A weight is a product of three odd numbers: of the word within the head, of
-the token within the delta, and of the layer's K or V buffer. So a single wrong word is always found, and an arbitrary
-difference but for a chance of about 2^-32; and digests of chunks add up, whatever the chunks and page sizes. Each head
-has its own, so that workers of different TP sizes, which hold different heads, can compare. A pipeline stage has one of
-its own layers, whose numbers are those of the whole model. It finds faults, not forgers: the weights are public.
+as 32-bit words: the sum of word × weight. A weight is the product of three odd numbers: one for the word within the
+head, one for the token within the delta, one for the layer's K or V buffer. A single wrong word is always detected; any
+other difference is missed with a probability of about 2^-32. Digests of chunks add up, whatever the chunks and page
+sizes. Each head has its own digest, so that workers with different TP sizes can compare. A pipeline stage has digests
+of its own layers, numbered within the whole model. It detects faults, not forgery: the weights are public.
 
 Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
 """
@@ -25,18 +25,18 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 
 __all__ = ["DIGESTS", "PageDigests", "sends_digests"]
 
-# Tokens of a delta that are looked at in one go: bounds the memory for products, 8 bytes for 4 of KV.
+# Tokens of a delta hashed at once. Bounds the memory for products: 8 bytes per 4 bytes of KV.
 TOKENS = 1024
-# Of a message; more heads than any model has.
+# Heads in a message, at most; more than any model has.
 MOST_HEADS = 4096
-# What a prefill that can send them says: for all layers, or for each pipeline stage.
+# Capabilities of a prefill that sends digests: of all layers, or of each pipeline stage.
 DIGESTS = "digests", "stage_digests"
-# Which of the three factors of a weight.
+# The three factors of a weight.
 WORD, TOKEN, BUFFER = 0, 1, 2
 
 
 def sends_digests(prefill: Capabilities) -> bool:
-    """Whether a prefill can, as a whole or by pipeline stages."""
+    """Whether a prefill sends digests, of all layers or of each pipeline stage."""
     return any(name in prefill.others for name in DIGESTS)
 
 
@@ -50,7 +50,7 @@ def _odd(which: int, first: int, number: int) -> torch.Tensor:
 
 
 def _words(buffer: torch.Tensor) -> torch.Tensor:
-    """A KV buffer, [slots, heads, dim] or [slots, dim], as [slots, heads, words] of integers over the same memory."""
+    """A view of a KV buffer, [slots, heads, dim] or [slots, dim], as integers [slots, heads, words]."""
     heads = buffer.shape[1] if buffer.dim() == 3 else 1
     raw = buffer.view(torch.uint8).view(buffer.shape[0], heads, -1)
     return raw.view(torch.int32) if raw.shape[-1] % 4 == 0 else raw
@@ -59,9 +59,8 @@ def _words(buffer: torch.Tensor) -> torch.Tensor:
 class PageDigests:
     """Digests of pages of one rank's KV pool.
 
-    pool: the target model's, plain MHA, MLA or NSA. first_head: number of this rank's first KV head among those of all
-    attention-TP ranks. num_layers: of all pipeline stages, None where there is only this one. Raises ValueError for a
-    pool whose KV is not all in such buffers.
+    pool: the target model's, plain MHA, MLA or NSA. first_head: this rank's first KV head among those of all
+    attention-TP ranks. num_layers: of all pipeline stages, None without stages. Raises ValueError for another pool.
     """
 
     def __init__(self, pool, first_head: int = 0, num_layers: int | None = None):
@@ -70,19 +69,19 @@ class PageDigests:
         elif type(pool) is MLATokenToKVPool:
             of_layers = [[buffer] for buffer in pool.kv_buffer]
         elif type(pool) is NSATokenToKVPool:
-            # Each row of index keys is a page; it is summed as if it had one row for each token.
+            # A row of index keys is a page; viewed as one row per token.
             index = [part.view(-1, part.shape[1] // pool.page_size) for part in pool.index_k_with_scale_buffer]
             of_layers = [list(buffers) for buffers in zip(pool.kv_buffer, index, strict=True)]
         else:
             raise ValueError(
-                f"pages of a {type(pool).__name__} have no digest, only those of plain MHA, MLA and NSA pools. "
+                f"pages of a {type(pool).__name__} have no digest. Supported: plain MHA, MLA and NSA pools. "
                 "Start decode without --disaggregation-decode-verify-pages."
             )
         self.page_size = pool.page_size
         self.first_head = first_head
         self.num_layers = num_layers or len(of_layers)
         self.first_layer = 0 if num_layers is None else pool.start_layer
-        # Of each layer that is here, its K and V, or its latents and index keys.
+        # Per layer of this stage: K and V, or latents and index keys.
         self._layers = [[_words(buffer) for buffer in buffers] for buffers in of_layers]
         first = self._layers[0][0]
         self.num_heads = first.shape[1]
@@ -94,12 +93,12 @@ class PageDigests:
 
     @classmethod
     def of_rank(cls, pool, tp_rank: int, tp_size: int, total_heads: int, num_layers: int | None = None) -> PageDigests:
-        """Those of one attention-TP rank; with fewer KV heads than ranks, several have the same head."""
+        """Digests of one attention-TP rank; with fewer KV heads than ranks, several ranks hold the same head."""
         return cls(pool, 0 if isinstance(pool, MLATokenToKVPool) else tp_rank * total_heads // tp_size, num_layers)
 
     @property
     def layers(self) -> tuple[int, int]:
-        """The layers of the model that are in this pool: the first, and the one after the last."""
+        """First layer of the model in this pool, and the one after its last."""
         return self.first_layer, self.first_layer + len(self._layers)
 
     def of(
@@ -107,8 +106,8 @@ class PageDigests:
     ) -> torch.Tensor:
         """Digests of the heads, int64 [num_heads] on the pool's device.
 
-        pages: page numbers in the pool, of which the first is page ``first_page`` of the delta. layers: the first and
-        the one after the last, among those of the model; None for all that are here.
+        pages: page numbers in the pool; the first is page ``first_page`` of the delta. layers: the first and the one
+        after the last, numbered in the model; None for all layers of this stage.
         """
         total = torch.zeros(self.num_heads, dtype=torch.int64, device=self._device)
         slots = (pages[:, None].astype(np.int64) * self.page_size + np.arange(self.page_size)).reshape(-1)
@@ -123,15 +122,15 @@ class PageDigests:
         return total
 
     def claim(self, digests: torch.Tensor) -> str:
-        """What prefill tells of its heads: the number of the first, a colon, and 16 hexadecimal digits of each.
+        """Prefill's message: the number of its first head, a colon, and 16 hexadecimal digits per head.
 
-        A pipeline stage adds its layers: a colon, the first, a hyphen, and the one after the last.
+        A pipeline stage adds a colon, its first layer, a hyphen, and the one after its last.
         """
         claim = f"{self.first_head}:" + "".join(f"{value & (1 << 64) - 1:016x}" for value in digests.tolist())
         return claim if len(self._layers) == self.num_layers else f"{claim}:{self.layers[0]}-{self.layers[1]}"
 
     def difference(self, pages: npt.NDArray[np.int32], claims: Iterable[str]) -> str | None:
-        """What is wrong with ``pages``, which hold a whole delta, by the claims of all who wrote them; None if nothing.
+        """Compare ``pages``, which hold a whole delta, with the claims of all writers; None if equal, else the fault.
 
         Waits for the device.
         """
@@ -160,7 +159,7 @@ class PageDigests:
 
 
 def _read(claim: str, num_layers: int) -> tuple[tuple[int, int], dict[int, int]]:
-    """The layers of a claim and its digests by head. Raises ValueError for what is no claim."""
+    """The layers of a claim and its digests by head. Raises ValueError for an invalid claim."""
     parts = claim.split(":")
     first, digits = parts[0], parts[1] if len(parts) > 1 else "?"
     layers = parts[2].split("-") if len(parts) == 3 else ["0", str(num_layers)]

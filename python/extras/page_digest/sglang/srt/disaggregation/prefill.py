@@ -1,4 +1,4 @@
-"""What prefill computes digests of pages from.
+"""Sets up page digests on prefill.
 
 Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
 """
@@ -15,13 +15,13 @@ __all__ = ["PrefillBootstrapQueue"]
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
-    """The queue that makes a prefill rank's transfer manager."""
+    """The queue that creates a prefill rank's transfer manager."""
 
     def _init_kv_manager(self):
-        """Adds what digests of pages are computed from."""
+        """Adds page digests."""
         manager = super()._init_kv_manager()
         if isinstance(manager, CommonKVManager):
-            # A decode worker with such a pool has been refused the option, and does not ask.
+            # Decode refuses the option with another pool, so it requests no digests.
             with contextlib.suppress(ValueError):
                 manager.page_digests = PageDigests.of_rank(
                     self.token_to_kv_pool,

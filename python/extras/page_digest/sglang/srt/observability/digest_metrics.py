@@ -1,4 +1,4 @@
-"""Counter of transfers whose KV is not what prefill sent.
+"""Counter of transfers whose KV differs from what prefill sent.
 
 Upstream: none is known.
 """
@@ -13,13 +13,13 @@ __all__ = ["DigestCounters"]
 
 
 class DigestCounters:
-    """Made once in a process, since Prometheus refuses a second registration; without metrics a no-op."""
+    """One per process, since Prometheus refuses a second registration; a no-op without metrics."""
 
     def __init__(self, events: Events) -> None:
-        """events: of this worker. Each rank counts for itself."""
+        """events: of this worker. Each rank counts separately."""
         self._labels = labels = events.labels
         if labels:
-            # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
+            # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors are.
             from prometheus_client import Counter
 
             def counter(name: str, text: str) -> Counter:
@@ -31,7 +31,7 @@ class DigestCounters:
     @classmethod
     @cache
     def of(cls, events: Events) -> DigestCounters:
-        """Those of the worker with these events."""
+        """The counters of the worker with these events."""
         return cls(events)
 
     def mismatched(self) -> None:

@@ -1,7 +1,7 @@
-"""What workers tell and ask each other over HTTP: how it is sent, and how a prefill's bootstrap server takes it.
+"""Messages between workers over HTTP: calls of one worker, and their receipt by a prefill's bootstrap server.
 
-Nobody waits for it: one thread of a process makes all of its calls, over connections that it keeps, and a worker that
-does not answer delays what is for itself alone.
+Callers do not wait: one thread of a process makes all calls over persistent connections, and an unresponsive worker
+delays only its own.
 
 Upstream: none is known.
 """
@@ -39,43 +39,43 @@ __all__ = [
     "unreadable",
 ]
 
-# What a message has beside rooms, by its route.
+# Fields of a message beside rooms, by route.
 FIELDS: dict[str, dict[str, type]] = {}
-# Of a text; it comes from another worker.
+# Length of a text from another worker, at most.
 MOST_CHARACTERS = 1000
-# Seconds that a worker has to answer; how often it is told at most, and after how many seconds again.
+# Seconds for an answer; attempts to deliver a message; seconds between attempts.
 ANSWER_S, TRIES, AGAIN_S = 5.0, 4, 1.0
-# Connections to one worker; names that are looked up; calls that wait, to all workers.
+# Connections to one worker; concurrent DNS look-ups; pending calls to all workers.
 AT_ONCE, NAMES_AT_ONCE, MOST_WAITING = 16, 256, 16384
 
 
-# ---- who sends ----
+# ---- sender ----
 
 
 class CallHooks:
-    """One process that calls bootstrap servers. Made with its first call."""
+    """A process that calls bootstrap servers. Created with its first call."""
 
     def signs(
         self, method: str, path: str, body: bytes
     ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
-        """A call is made. Returns headers for it, and what is given the URL, status, content and headers of the answer;
-        that raises for one that is not to be believed."""
+        """Called for each call. Returns headers for it, and a check of the answer's URL, status, content and headers,
+        which raises if the answer is not authentic."""
         raise NotImplementedError
 
 
 class Unanswered(Exception):
-    """A worker has given no answer that can be used."""
+    """A worker did not answer, or its answer is unusable."""
 
 
 def ask(addr: str, route: str, rooms: Sequence[int], **said: Any) -> Future[tuple[int, str]]:
-    """Ask the worker at ``addr`` once; its answer is a status and a text. Fails with `Unanswered`."""
+    """Query the worker at ``addr`` once; the result is status and text. Fails with `Unanswered`."""
     return _calls.submit(partial(_calls.post, addr, route, _message(rooms, said)))
 
 
 def tell(addr: str, route: str, rooms: Sequence[int], **said: Any) -> Future[None]:
-    """Tell the worker at ``addr``, again where it does not answer; one that never does is told of in the log.
+    """Notify the worker at ``addr``, with retries; a final failure is logged.
 
-    A worker without this package, which knows no such route, need not hear it.
+    404 counts as delivered: a worker without this package does not need the message.
     """
 
     def warn(told: Future[None]) -> None:
@@ -94,7 +94,7 @@ def _message(rooms: Sequence[int], said: dict[str, Any]) -> bytes:
 
 
 class _Calls:
-    """Makes calls on an event loop in a thread, which starts with the first."""
+    """Makes calls on an event loop in a thread, which starts with the first call."""
 
     def __init__(self) -> None:
         self._lock, self._waiting = threading.Lock(), 0
@@ -103,14 +103,13 @@ class _Calls:
         self._hooks: Hooks[CallHooks] | None = None
 
     def submit(self, call: Callable[[], Coroutine]) -> Future:
-        """Have ``call`` made."""
-        # Here: its package imports what imports this module.
+        # Here, because of a circular import.
         from sglang.srt.disaggregation.common.handshakes import in_background
 
         wrong = None
         with self._lock:
             if self._loop is None:
-                # Not uvloop, which has few threads for names: one that DNS does not answer takes one for long.
+                # Not uvloop, which has few threads for DNS: a look-up without an answer blocks one for long.
                 loop = asyncio.SelectorEventLoop()
                 loop.set_default_executor(ThreadPoolExecutor(NAMES_AT_ONCE, "peer-names"))
                 started = in_background(loop.run_forever, "peer-calls")
@@ -132,7 +131,7 @@ class _Calls:
             self._waiting -= 1
 
     async def tell(self, addr: str, route: str, message: bytes) -> None:
-        """Post it until it has been taken, or cannot be."""
+        """Post it until it is delivered or refused, or the attempts are used up."""
         for last in (*[False] * (TRIES - 1), True):
             try:
                 status, text = await self.post(addr, route, message)
@@ -147,7 +146,6 @@ class _Calls:
             await asyncio.sleep(AGAIN_S)
 
     async def post(self, addr: str, route: str, message: bytes) -> tuple[int, str]:
-        """Post it once."""
         self._hooks = self._hooks or Hooks(CallHooks)
         headers, checks = {"Content-Type": "application/json"}, []
         for signs in self._hooks.signs:
@@ -172,11 +170,11 @@ class _Calls:
             raise Unanswered(f"{type(e).__name__}: {e}") from e
 
     def _opened(self) -> aiohttp.ClientSession:
-        """Keeps its connections. Requests name workers: none has anything to be remembered for another."""
+        """The session, which keeps connections. No cookies: calls are independent."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, limit_per_host=AT_ONCE)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-            # Or it would be missed in the log.
+            # An unclosed session is logged as an error.
             atexit.register(self._close, self._session)
         return self._session
 
@@ -188,34 +186,34 @@ class _Calls:
 _calls = _Calls()
 
 
-# ---- who is told ----
+# ---- receiver ----
 
 
 class NotNow(Exception):
-    """This worker cannot do what it is told, for a reason of its own: another may, or this one later."""
+    """This worker cannot handle the message for a reason of its own; another worker may, or this one later."""
 
 
 _listeners: dict[str, Callable[..., None]] = {}
 
 
 def add_route(route: str, **fields: type) -> None:
-    """Have a prefill's bootstrap server take messages with rooms and these ``fields``.
+    """Accept messages with rooms and ``fields`` at ``route`` of a prefill's bootstrap server.
 
-    Before that server is made: when a module is imported. Who listens is said by `listen`.
+    Called on import, before that server is created. `listen` sets the listener.
     """
     FIELDS[route] = fields
 
 
 def listen(route: str, listener: Callable[..., None]) -> None:
-    """Have ``listener`` called, on the bootstrap server's thread, with the rooms of each message and its `FIELDS`.
+    """Have ``listener`` called, on the bootstrap server's thread, with the rooms and `FIELDS` of each message.
 
-    It raises ValueError for what it refuses, and `NotNow`.
+    It may raise ValueError to refuse a message, and `NotNow`.
     """
     _listeners[route] = listener
 
 
 def receive(route: str, told: Any) -> None:
-    """Hand a message to who listens. Raises ValueError for what cannot be meant, and as the listener does."""
+    """Pass a message to its listener. Raises ValueError for an invalid message, and the listener's errors."""
     said: dict[str, Any] = told if isinstance(told, dict) else {}
     rooms: Any = said.get("rooms", [said.get("room")])
     if not isinstance(rooms, list) or not 0 < len(rooms) <= MOST or not all(map(is_room, rooms)):
@@ -225,7 +223,7 @@ def receive(route: str, told: Any) -> None:
         if type(fields[name]) is not kind:
             raise ValueError(f"{route[1:]}: {name} must be a {kind.__name__}")
         if kind is str:
-            # JSON may hold half a character, with which no client could be answered.
+            # JSON may contain a lone surrogate, with which clients could not be answered.
             fields[name] = fields[name][:MOST_CHARACTERS].encode(errors="replace").decode()
     if route not in _listeners:
         raise NotNow("this prefill is starting")
@@ -239,18 +237,18 @@ async def take(request: web.Request) -> web.Response:
     except web.RequestPayloadError as e:
         return unreadable(request, e)
     except NotNow as e:
-        # Not 400, which a router takes for the client's error. To any decode worker this is a prefill that fails.
+        # Not 400, which a router takes for the client's error. For a decode worker this is a failure of prefill.
         return web.Response(text=str(e), status=503)
     except (ValueError, LookupError, RecursionError) as e:
-        # LookupError: of an unknown charset.
+        # LookupError: an unknown charset.
         return web.Response(text=str(e), status=400)
     return web.Response(text="OK")
 
 
 def unreadable(request: web.Request, error: Exception) -> web.Response:
-    """The answer of a bootstrap server to a body that is not what its headers say. The connection ends with it."""
+    """Answer 400 to a body that does not match its headers, and close the connection."""
     reply = web.Response(status=400, text=f"the body of the request cannot be read: {error}")
-    # Or aiohttp reads what is left of it, and has the same error.
+    # Otherwise aiohttp reads the rest of the body and fails again.
     request.content.feed_eof()
     reply.force_close()
     return reply

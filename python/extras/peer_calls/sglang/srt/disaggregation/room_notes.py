@@ -1,4 +1,4 @@
-"""What one worker tells another of rooms: which number may be one, and what is remembered of it for a while.
+"""Notes on rooms from another worker, kept for a limited time.
 
 Upstream: none is known.
 """
@@ -11,15 +11,15 @@ from typing import Any, Generic, TypeVar
 
 __all__ = ["RoomNotes", "is_room"]
 
-# Rooms of which something is remembered, in each book; and seconds for which it is, of one that the other worker
-# computes or knows of a rank for, whose request may be on its way.
+# Notes in each table; seconds for which a note is kept on a room that the other worker computes, or whose rank it
+# knows: its request may not have arrived yet.
 MOST, REMEMBERED_S = 65536, 60.0
 
 Note = TypeVar("Note")
 
 
 def is_room(room: Any) -> bool:
-    """Whether ``room`` may be a request's. Room 0 is nobody's: it is that of health checks."""
+    """Whether ``room`` is a valid room of a request. Room 0 is for health checks."""
     return isinstance(room, int) and not isinstance(room, bool) and 0 < room < 2**63
 
 
@@ -34,8 +34,8 @@ class RoomNotes(Generic[Note]):
         return len(self._notes)
 
     def note(self, room: int | str, note: Note) -> None:
-        """Remember it. The oldest is forgotten first."""
-        # The package loads the overlays of its managers, which load this.
+        """Add a note. The oldest is removed if the table is full."""
+        # Not at the top: circular import.
         from sglang.srt.disaggregation.common.rooms import remember
 
         remember(self._notes, room, (note, time.monotonic() + self._seconds), MOST)

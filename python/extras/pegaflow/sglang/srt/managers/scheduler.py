@@ -25,14 +25,14 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """What `--enable-pegaflow` adds to a scheduler; without it, every method is the one below."""
+    """Scheduler that uses PegaFlow with `--enable-pegaflow`, and is unchanged without it."""
 
     def takes_decode_tree(self) -> bool:
-        """It takes another one."""
+        """False with PegaFlow, which has its own decode tree."""
         return super().takes_decode_tree() and not self.server_args.enable_pegaflow
 
     def init_cache_with_memory_pool(self) -> None:
-        """Puts a tree in place that saves to the PegaFlow server and loads from it. Raises ValueError."""
+        """Replaces the tree by one that saves to the PegaFlow server and loads from it. Raises ValueError."""
         super().init_cache_with_memory_pool()
         args = self.server_args
         if not args.enable_pegaflow:
@@ -40,7 +40,7 @@ class Scheduler(engine.Scheduler):
         if type(self.tree_cache) is not RadixCache:
             raise ValueError(
                 "--enable-pegaflow is not verified for this model: the engine chose "
-                f"{type(self.tree_cache).__name__} for it, and only full-attention models (RadixCache) are. "
+                f"{type(self.tree_cache).__name__} for it, and supports only RadixCache (full attention). "
                 "Leave the flag out."
             )
         layout = kv_layout(self.token_to_kv_pool_allocator.get_kvcache(), self.page_size)
@@ -57,12 +57,12 @@ class Scheduler(engine.Scheduler):
             rank_namespace(kv_namespace(args), layout.describe(), rank, self.tp_size),
             layout,
         )
-        # Of what all ranks hold alike, one saves all.
+        # If all ranks hold the same KV, rank 0 saves it.
         saves = not layout.shared or self.tp_rank == 0
         self.tree_cache.attach(session, self.tp_cpu_group if self.tp_size > 1 else None, saves)
         # On decode, the queue of requests that wait for memory sets its own.
         self.tree_cache.live = lambda: live_on_scheduler(self)
-        # The engine's own hooks for prefixes that come from elsewhere: asked of the tree at each of their turns.
+        # Enables the engine's hooks for prefetched prefixes; the tree answers them.
         self.enable_hicache_storage = True
 
     @property
@@ -71,18 +71,18 @@ class Scheduler(engine.Scheduler):
         return self.tree_cache if isinstance(self.tree_cache, PegaFlowTree) else None
 
     def get_internal_state(self, recv_req):
-        """Adds what the server has been asked and given, under ``pegaflow``."""
+        """Adds PegaFlow's figures under ``pegaflow``."""
         output = super().get_internal_state(recv_req)
         if self.pegaflow is not None:
             output.internal_state = {**output.internal_state, "pegaflow": self.pegaflow.pegaflow_state()}
         return output
 
     def _prefetch_kvcache(self, req) -> None:
-        """Has PegaFlow asked for the prompt, where the engine asks its hierarchical cache."""
+        """Looks up the prompt in PegaFlow where the engine would in its hierarchical cache."""
         if self.pegaflow is None:
             super()._prefetch_kvcache(req)
             return
-        # As in a match: one token must be left to compute.
+        # As in a match, one token must be left to compute.
         end = len(req.origin_input_ids) + len(req.output_ids) - 1
         if req.return_logprob and req.logprob_start_len >= 0:
             end = min(end, req.logprob_start_len)
@@ -90,24 +90,24 @@ class Scheduler(engine.Scheduler):
         self.pegaflow.prefetch(req.rid, tokens, req.extra_key, req.priority or 0)
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds, once per turn of every event loop, what PegaFlow has done."""
+        """Applies PegaFlow's results once per iteration of every event loop."""
         super().process_input_requests(recv_reqs)
         if self.pegaflow is not None and self.pegaflow.advance():
-            # Only the end of a running request has the engine look again at those that found no room, and none may run.
+            # The engine retries requests without memory only when a running request ends, and none may be running.
             self.running_batch.batch_is_full = False
 
     def _get_storage_backend_type(self) -> str:
-        """Names PegaFlow, where the engine looks for the backend of its hierarchical cache."""
+        """Reports PegaFlow where the engine looks for its hierarchical cache's backend."""
         return super()._get_storage_backend_type() if self.pegaflow is None else "pegaflow"
 
     def flush_cache(self) -> bool:
-        """Waits some seconds for pages that a server saves or loads; after that they stay with it."""
+        """Waits some seconds for running saves and loads; after that their pages stay reserved for the server."""
         tree = self.pegaflow
         if tree is None:
             return super().flush_cache()
         self.end_step_of_none()
         if self.is_fully_idle() and not tree.drain():
-            logger.warning("A flush does not wait for the PegaFlow server any longer; it keeps the pages that it uses.")
+            logger.warning("A flush stopped waiting for the PegaFlow server; pages in use by it stay reserved.")
             tree.fence()
         done = super().flush_cache()
         if done:

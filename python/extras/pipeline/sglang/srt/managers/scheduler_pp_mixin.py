@@ -1,4 +1,4 @@
-"""Pipeline stages of a prefill worker that begin the same requests in the same turn, and end those that fail.
+"""Pipeline stages of a prefill worker begin and fail the same requests in the same iteration.
 
 Upstream: sgl-project/sglang#31869 (merged), by which stages follow their vote; #34569 (open) goes on with it.
 """
@@ -13,7 +13,7 @@ __all__ = ["SchedulerPPMixin"]
 
 
 def _begins() -> KVPoll:
-    """What a sender polls whose request all stages are about to begin."""
+    """Replaces the poll of a sender whose request all stages are about to begin."""
     return KVPoll.WaitingForInput
 
 
@@ -21,11 +21,11 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
     """Begins and fails requests as the stages have agreed."""
 
     def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None):
-        """Every stage does with a request what all have agreed on: begin it, or fail it.
+        """On every stage, begins or fails a request as all stages agreed.
 
-        The engine looks at each anew, stage by stage. One that has failed on a stage since, or on another only, then
-        begins on some of them and not on all, which run different batches from there on. Here it begins, sends nothing
-        where it has failed, and ends as a failed transfer does.
+        The engine polls each request again on every stage. If one fails meanwhile, or on another stage only, some
+        stages begin it and others do not, and their batches differ from then on. Here it begins on all, sends nothing
+        on the failed stage, and ends as a failed transfer.
         """
         if bootstrapped_rids is None:
             return super().process_bootstrapped_queue(None)
@@ -36,7 +36,7 @@ class SchedulerPPMixin(engine.SchedulerPPMixin):
             if rid in bad and not sender.has_failed():
                 sender.fail("failed on another pipeline stage of prefill")
             if rid in good:
-                # And not what has become of it here meanwhile: the stages must run the same batches.
+                # Ignore its present poll: the stages must run the same batches.
                 sender.poll = _begins
         try:
             return super().process_bootstrapped_queue(bootstrapped_rids)

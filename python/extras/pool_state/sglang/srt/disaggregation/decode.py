@@ -1,4 +1,4 @@
-"""Has decode trees audit themselves, see ``mem_cache/tree_audit.py``.
+"""Adds audits to decode trees; see ``mem_cache/tree_audit.py``.
 
 Upstream: none is known.
 """

@@ -1,4 +1,4 @@
-"""What a worker tells of its KV pool under ``kv_pool`` of its internal state.
+"""``kv_pool`` in a worker's internal state.
 
 Upstream: none is known.
 """
@@ -20,7 +20,7 @@ __all__ = ["Pools"]
 
 @dataclass(frozen=True)
 class Pools:
-    """The pools of a worker. size: of the KV pool, in tokens. buffers: for metadata; None where there are none."""
+    """The pools of a worker. size: of the KV pool, in tokens. buffers: metadata buffers; None without."""
 
     tree: Any
     allocator: Any
@@ -29,19 +29,19 @@ class Pools:
     buffers: Any = None
 
     def has_one_kv_pool(self) -> bool:
-        """Whether one pool has all KV, so that its figures say what requests hold."""
+        """Whether one pool has all KV, so that its figures cover what requests hold."""
         return type(self.tree) in (RadixCache, ChunkCache) or hasattr(self.tree, "tier")
 
     def available_tokens(self) -> int:
-        """Free tokens of the pool that the tree's slots are from."""
+        """Free tokens of the pool that the tree uses."""
         pool = self.tree.pool if isinstance(self.tree, DecodeRadixCache) else self.allocator
         return pool.available_size()
 
     def state(self, idle: bool, record: dict[str, Any], manager: Any = None) -> dict[str, Any]:
-        """The figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also what the audit found.
+        """Figures of all pools, in tokens, rows, buffers, rooms and slots; with ``idle`` also the audit's faults.
 
-        Those of KV only where one pool has all of it. record: what else there is. manager: the transfer backend's, if
-        there is one.
+        KV figures only if one pool has all KV. record: further fields. manager: the transfer backend's, if there is
+        one.
         """
         tree, rows = self.tree, self.rows
         state: dict[str, Any] = {}
@@ -71,9 +71,9 @@ class Pools:
         return state
 
     def audit(self) -> list[str]:
-        """Every contradiction in the tree and the pools of an idle decode worker with the flag.
+        """Every inconsistency of the tree and the pools of an idle decode worker with the flag.
 
-        A request in the retracted queue holds nothing of them either.
+        Retracted requests hold nothing of these either.
         """
         tier = self.tree.tier
         faults = [*self.tree.audit([]), *audit_unheld_pages(self.tree, tier), *tier.faults()]
@@ -85,7 +85,7 @@ class Pools:
 
 
 def _not_all_free(what: str, free: Iterable[int], places: range) -> list[str]:
-    """How the list of ``free`` ones contradicts that each of ``places`` is in it, and once."""
+    """The difference if ``free`` is not exactly ``places``."""
     free = sorted(free)
     if free == list(places):
         return []

@@ -1,4 +1,4 @@
-"""Scheduler that tells what its pools hold.
+"""Scheduler that reports its pools.
 
 Upstream: none is known.
 """
@@ -15,10 +15,10 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """Tells in ``kv_pool`` the pool figures of invariant I1, in tokens where one pool has all KV."""
+    """Reports the pool figures of invariant I1 in ``kv_pool``, in tokens if one pool has all KV."""
 
     def pools(self) -> Pools:
-        """This worker's pools as they are now."""
+        """The present pools of this worker."""
         return Pools(
             tree=self.tree_cache,
             allocator=self.token_to_kv_pool_allocator,
@@ -28,12 +28,12 @@ class Scheduler(engine.Scheduler):
         )
 
     def kv_pool_state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says."""
+        """The content of ``kv_pool``."""
         idle = self.rests()
         return self.pools().state(idle, self.pool_record(idle), self.kv_manager())
 
     def pool_record(self, idle: bool) -> dict[str, Any]:
-        """What it says beside the figures of the pools, of a worker that is ``idle`` or not."""
+        """Fields beside the pool figures. idle: whether the worker is."""
         record: dict[str, Any] = {"dp_rank": self.dp_rank or 0} if self.server_args.dp_size > 1 else {}
         for state in hooks_of(self).state:
             record |= state()

@@ -1,4 +1,4 @@
-"""The books of a decode tree, checked against themselves, the free list of its pool and the requests that are live.
+"""Audit of a decode tree against itself, its pool's free list and the live requests.
 
 Upstream: none is known.
 """
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 __all__ = ["AuditedRadixCache", "audit_tree", "audit_unheld_pages"]
 
-# Tokens whose slots are joined on the device, 8 bytes each, before they are brought to the CPU.
+# Tokens whose slots (8 bytes each) are joined on the device before they are copied to the CPU.
 AT_ONCE = 65_536
 
 
 class AuditedRadixCache(DecodeRadixCache):
-    """Layer of each decode tree that finds out how it contradicts itself."""
+    """Layer of each decode tree that finds inconsistencies."""
 
     def audit(self, holders: Iterable[TreeNode]) -> list[str]:
-        """Adds its locks, sizes and slots."""
+        """Adds checks of locks, sizes and slots."""
         return super().audit(holders) + audit_tree(self, holders)
 
 
 def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]:
-    """Every way in which the tree contradicts itself, its pool or the nodes that live requests hold; empty when sound.
+    """Every inconsistency of the tree with itself, its pool or the locks of live requests; empty if none.
 
-    holders: one node per lock that a live request holds (the same node twice for two requests).
+    holders: one node per lock of a live request (the same node twice for two requests).
     """
     wrong: list[str] = []
     held: dict[int, int] = {}
@@ -69,14 +69,14 @@ def audit_tree(tree: DecodeRadixCache, holders: Iterable[TreeNode]) -> list[str]
         wrong.append(f"{len(leaves)} evictable leaves, the tree lists {len(tree.evictable_leaves)}")
     slots = _on_cpu(values)
     if len(torch.unique(slots)) != len(slots):
-        wrong.append("one KV slot stands in the tree twice")
+        wrong.append("one KV slot is in the tree twice")
     return wrong + _audit_free_pages(tree.pool, slots)
 
 
 def audit_unheld_pages(tree: DecodeRadixCache, tier: Tier) -> list[str]:
-    """How pages contradict that no request holds any: each is then free or in the tree, but for what ``tier`` has.
+    """Inconsistencies with no request holding pages: each must be free, in the tree or unreturned by ``tier``.
 
-    Nothing of an allocator that is not known.
+    Empty for an unknown type of allocator.
     """
     counted = _counted(tree.pool, _on_cpu([node.value for node in _nodes(tree)]))
     if counted is None:
@@ -85,11 +85,11 @@ def audit_unheld_pages(tree: DecodeRadixCache, tier: Tier) -> list[str]:
     lost = int(((free + held)[1:] == 0).sum()) - tier.unreturned_tokens // tree.page_size
     if lost > 0:
         return [f"{lost} pages of KV are neither free nor in the tree"]
-    return [f"{-lost} pages of KV are free or in the tree that {tier.name} has not returned"] if lost else []
+    return [f"{-lost} pages of KV are free or in the tree before {tier.name} has returned them"] if lost else []
 
 
 def _audit_free_pages(pool: Any, slots: torch.Tensor) -> list[str]:
-    """How the free list of ``pool`` contradicts itself, and that the tree holds ``slots``."""
+    """Inconsistencies of the free list of ``pool`` with itself and the tree's ``slots``."""
     counted = _counted(pool, slots)
     if counted is None:
         return []
@@ -104,7 +104,7 @@ def _audit_free_pages(pool: Any, slots: torch.Tensor) -> list[str]:
 
 
 def _on_cpu(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The numbers of ``values``, in one on the CPU: the device may have little memory left beside the pool."""
+    """All ``values`` in one CPU tensor; joined in parts, since the device may have little memory beside the pool."""
     brought, batch, size = [torch.empty(0, dtype=torch.int64)], list[torch.Tensor](), 0
     for part in (part for value in values for part in value.split(AT_ONCE)):
         if size + len(part) > AT_ONCE:
@@ -118,21 +118,21 @@ def _on_cpu(values: Iterable[torch.Tensor]) -> torch.Tensor:
 def _counted(pool: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """How often each page of ``pool`` is in its free list, and how many of its slots are in ``slots``; on the CPU.
 
-    By page; at 0, which is never given away, what is no page. None of an allocator that is not known.
+    By page; entry 0, which is never allocated, counts invalid pages. None for an unknown type of allocator.
     """
     if not isinstance(pool, (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator)):
         return None
     last = pool.size // pool.page_size
 
     def times(numbers: torch.Tensor) -> torch.Tensor:
-        # Without a sort: a pool has millions of pages, and the scheduler waits.
+        # Without a sort: a pool has millions of pages, and the scheduler waits for this.
         return torch.bincount(numbers.where((numbers > 0) & (numbers <= last), 0), minlength=last + 1)
 
     return times(_on_cpu([pool.free_pages, pool.release_pages])), times(slots // pool.page_size)
 
 
 def _nodes(tree: DecodeRadixCache) -> Iterator[TreeNode]:
-    """All but the root."""
+    """All nodes but the root."""
     stack = list(tree.root_node.children.values())
     while stack:
         node = stack.pop()

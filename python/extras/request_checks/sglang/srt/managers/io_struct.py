@@ -1,4 +1,4 @@
-"""The request of /generate: what is looked at before the engine makes anything of it.
+"""Checks of a /generate request before the engine normalises it.
 
 Upstream: none is known.
 """
@@ -11,19 +11,19 @@ from sglang.srt.managers import io_struct as engine
 
 __all__ = ["GenerateReqInput"]
 
-# The engine makes as many of everything at once, and has no memory for a billion.
+# The engine creates all samples at once; a billion exceed its memory.
 MOST_SAMPLES = 2**16
 
 
 @dataclass
 class GenerateReqInput(engine.GenerateReqInput):
-    """A request that may have been made of anything."""
+    """A request whose fields may be unchecked."""
 
-    # Without annotation: this is not a field, of which the client sets any. Whether nobody has looked at its types.
+    # Whether its field types are unchecked. No annotation, so that it is not a field that clients can set.
     untyped = False
 
     def normalize_batch_and_arguments(self) -> None:
-        """Refuses fields of another type, and samples by the million."""
+        """Refuses fields of a wrong type, and too many samples."""
         if self.untyped:
             from sglang.srt.managers.request_checks import check_types
 

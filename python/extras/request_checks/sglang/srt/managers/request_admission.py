@@ -1,4 +1,4 @@
-"""What a worker looks at in a request when it comes: its options, its prompt, and whether it has the other worker.
+"""Checks of a request on arrival: its options, its prompt, and its bootstrap fields.
 
 Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
 each.
@@ -27,10 +27,10 @@ __all__ = ["RequestAdmission"]
 
 @dataclass(frozen=True)
 class RequestAdmission:
-    """What a worker has to look at requests with.
+    """What requests are checked against.
 
-    processor: of images or sound; None without. max_input_len: the scheduler's limit of a prompt, in tokens, asked when
-    it is needed. check_room: raises ValueError for a room that the other worker has refused.
+    processor: of images or sound; None without. max_input_len: returns the scheduler's limit of a prompt in tokens.
+    check_room: raises ValueError for a room that the other worker has refused.
     """
 
     mode: DisaggregationMode
@@ -42,13 +42,13 @@ class RequestAdmission:
     check_room: Callable[[int | None], None]
 
     def check(self, obj: GenerateReqInput) -> None:
-        """Raise ValueError for what cannot be served of a request that has been normalised, all its prompts included.
+        """Raise ValueError if a normalised request, including all its prompts, cannot be served.
 
-        Before it is tokenized: of text, the prompt is looked at later.
+        Called before tokenization; a text prompt is checked later.
         """
         count, paths = obj.batch_size * obj.parallel_sample_num, obj.lora_path
         if not obj.is_single and isinstance(paths, list) and len(paths) != count:
-            # What is left over would be acquired, and never released. With n samples they are all prompts', n times.
+            # Excess adapters would be acquired and never released. With n samples: all prompts, n times.
             raise ValueError(f"lora_path must have an entry for each of the {obj.batch_size} prompts.")
         # The engine's samples are copies of these.
         for item in [obj] if obj.is_single else [obj[i] for i in range(obj.batch_size)]:
@@ -72,9 +72,9 @@ class RequestAdmission:
             self._check_pair(item)
 
     def _check_pair(self, item: GenerateReqInput) -> None:
-        """Raise ValueError for a request that no router has sent, or that decode has refused.
+        """Raise ValueError for a request that did not come through a router, or that decode has refused.
 
-        One without a room ends the DP controller of a worker that gives each room its rank.
+        A missing room ends the DP controller of a worker that derives ranks from rooms.
         """
         decodes = self.mode == DisaggregationMode.DECODE
         for name in ("bootstrap_room", "bootstrap_host") if decodes else ("bootstrap_room",):
@@ -83,16 +83,16 @@ class RequestAdmission:
         self.check_room(item.bootstrap_room)
 
     def check_prompt(self, item: GenerateReqInput, input_ids: Any) -> None:
-        """Raise ValueError for a prompt, as tokens, that the scheduler would not take."""
+        """Raise ValueError for tokens of a prompt that the scheduler would refuse."""
         if self.processor and item.contains_mm_input():
-            # Places of images are no tokens, and their number is known later.
+            # Image placeholders are not tokens, and their number is known later.
             return
         if item.session_params and not input_ids:
-            # The session has the prompt.
+            # The prompt is in the session.
             return
-        # Without a peer, the scheduler may as well find it out: other prompts of a batch are served.
+        # Without a peer the scheduler checks this, and other prompts of a batch are served.
         alone = self.mode == DisaggregationMode.NULL
-        # Prefill would cut it elsewhere, and pages that nobody has filled would enter decode's tree.
+        # Prefill would truncate elsewhere, and unwritten pages would enter decode's tree.
         cuts = self.args.allow_auto_truncate and not self.args.disaggregation_decode_enable_radix_cache
         limit = None if alone or cuts else self.max_input_len()
         check_prompt(input_ids, self.model.vocab_size, limit)

@@ -1,8 +1,7 @@
-"""What is looked at before a request goes to the scheduler, so that it is refused with status 400 and nothing is sent.
+"""Checks of a request before it goes to the scheduler; failures are answered with status 400.
 
-Only what ends a worker there, makes it wait for ever, or costs another request its answer: a token outside the
-vocabulary, a NaN among the probabilities. Prefill and decode look at the same things, so both refuse. All else the
-engine refuses itself, or serves.
+Only for values that end a worker, make it hang, or fail another request: a token outside the vocabulary, a NaN among
+the probabilities. Prefill and decode run the same checks, so both refuse. The engine refuses or serves everything else.
 
 Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) have one option
 each.
@@ -38,16 +37,16 @@ __all__ = [
 ]
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-# Where prefill's first token and its alternatives travel to decode (MetadataBuffers of the engine).
+# The first token's logprobs are transferred from prefill to decode in the engine's MetadataBuffers of this size.
 MAX_TOP_LOGPROBS = 128
-# A number that is still one as a float32; and a bias that is one together with a logit, by the lowest temperature.
+# The largest finite float32; the largest bias that stays finite when added to a logit and divided by the temperature.
 MAX_FLOAT, MAX_BIAS = 3e38, 1e30
-# Objects and arrays of a schema: as deep as they may nest, and as many as it may have where some refer to others. What
-# compiles it follows both on its stack, which ends the worker; 100 in each other take it 0.3 s, 200 2 s, 1000 52 s.
+# Depth of a schema's objects and arrays; their number if it has references. The grammar compiler recurses over both,
+# and a stack overflow ends the worker. Compile times of 100, 200 and 1000 nested references: 0.3 s, 2 s, 52 s.
 MAX_DEPTH, MAX_REFERRING = 100, 4000
 
 _JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-# Any of its letters may be written as its number.
+# JSON may escape any of its characters.
 _REF = re.compile(r"\$ref|\\u00(?:24|72|65|66)", re.IGNORECASE)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -55,9 +54,9 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def check_sampling(
     params: SamplingParams, vocab_size: int, *, stream: bool = False, deterministic: bool = False
 ) -> None:
-    """Raise ValueError for what the engine's own checks let pass, and its batches cannot compute with.
+    """Raise ValueError for values that pass the engine's checks but fail in its batches.
 
-    params: of one prompt, after those checks. deterministic: whether its seed is used.
+    params: of one prompt, after the engine's checks. deterministic: whether its seed is used.
     """
     for name, problem in _problems(params, vocab_size, stream, deterministic):
         if problem:
@@ -67,14 +66,14 @@ def check_sampling(
 def _problems(
     params: SamplingParams, vocab_size: int, stream: bool, deterministic: bool
 ) -> Iterator[tuple[str, str | None]]:
-    # Not 5.0, with which the engine cuts a list.
+    # The engine slices a list with it, so 5.0 fails.
     whole = params.max_new_tokens is None or isinstance(params.max_new_tokens, Integral)
     yield "max_new_tokens", None if whole else "must be a whole number"
-    # By infinity, what a grammar forbids is divided into a NaN.
+    # Infinity would turn a token forbidden by a grammar into NaN.
     yield "temperature", None if 0 <= params.temperature <= MAX_FLOAT else f"must be a number to {MAX_FLOAT:g}"
     yield "top_k", None if params.top_k <= INT32 else f"must be a number to {INT32}"
     yield "min_new_tokens", None if params.min_new_tokens <= INT32 else f"must be a number to {INT32}"
-    # The engine divides by it. By less than this, and a temperature, a logit may become infinite.
+    # A divisor: with a lower value and a temperature, a logit may become infinite.
     yield "repetition_penalty", None if params.repetition_penalty >= 1e-20 else "must be at least 1e-20"
     if deterministic:
         seed = params.sampling_seed
@@ -82,7 +81,7 @@ def _problems(
         yield "sampling_seed", None if fits else "must be a whole number of 64 bits"
     if stream and params.stream_interval:
         yield "stream_interval", None if isinstance(params.stream_interval, Real) else "must be a number"
-    # The detokenizer.
+    # Read by the detokenizer.
     yield "skip_special_tokens", None if isinstance(params.skip_special_tokens, bool) else "must be true or false"
     grouped = isinstance(params.spaces_between_special_tokens, Hashable)
     yield "spaces_between_special_tokens", None if grouped else "must be true or false"
@@ -99,7 +98,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _wrong_patterns(patterns: Any) -> str | None:
-    """The engine parses them, and compiles them when it has a token."""
+    """The engine parses them, and compiles them when the first token arrives."""
     try:
         for pattern in patterns:
             re.compile(pattern)
@@ -123,31 +122,31 @@ def _wrong_biases(biases: Any) -> str | None:
 
 
 def _wrong_schema(schema: Any) -> str | None:
-    """What of JSON ends its compiler. Whether it is a schema, that says; and what is no string, the engine."""
+    """JSON that would end the compiler. The compiler checks the schema itself, and the engine the type."""
     if not isinstance(schema, str):
         return None
     bare = _JSON_STRING.sub("", schema)
     if max(accumulate(1 if c in "[{" else -1 for c in bare if c in "[]{}"), default=0) > MAX_DEPTH:
         return f"must nest objects and arrays at most {MAX_DEPTH} deep"
     if _REF.search(schema) and bare.count("[") + bare.count("{") > MAX_REFERRING:
-        return f"must have at most {MAX_REFERRING} objects and arrays where it has $ref"
+        return f"must have at most {MAX_REFERRING} objects and arrays if it has $ref"
     return None
 
 
 def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool, *, keyed: bool = True) -> None:
-    """Raise ValueError, naming the option, for a value of one prompt's request that the scheduler cannot work with.
+    """Raise ValueError, with the option's name, for a value that the scheduler cannot handle. For one prompt.
 
-    keyed: whether KV is kept under the request's key, by its priority. Its prompt is for `check_prompt`, and its
-    sampling parameters for `check_sampling`.
+    keyed: whether KV is stored by the request's extra_key, with its priority. `check_prompt` checks the prompt,
+    `check_sampling` the sampling parameters.
     """
     for name in ("custom_logit_processor", "lora_path", "top_logprobs_num", *(("extra_key",) if keyed else ())):
         value = getattr(obj, name)
-        # An empty one is none to the engine, but as a number or a key.
+        # The engine ignores an empty list, except as a number or a key.
         if isinstance(value, list) and (value or name in ("top_logprobs_num", "extra_key")):
             raise ValueError(f"{name} must be one value, or for several prompts a list with one for each.")
     if keyed and not -INT64 - 1 <= (obj.priority or 0) <= INT64:
         raise ValueError("priority must be a whole number of 64 bits.")
-    # Of all in a batch of which one asks for logprobs.
+    # Read for all requests of a batch if one asks for logprobs.
     _check_tokens("token_ids_logprob", obj.token_ids_logprob or (), vocab_size)
     if (obj.top_logprobs_num or 0) > vocab_size:
         raise ValueError(f"top_logprobs_num must be at most {vocab_size}, got {obj.top_logprobs_num}.")
@@ -160,12 +159,12 @@ def check_request(obj: GenerateReqInput, vocab_size: int, disaggregated: bool, *
 def _check_pair(obj: GenerateReqInput) -> None:
     if obj.bootstrap_host is not None and not _is_host(obj.bootstrap_host):
         raise ValueError(f"bootstrap_host must be the name or the address of a host, got {obj.bootstrap_host!r:.80}.")
-    # It travels as 64 bits. 0 is for warm-ups: decode reads it as metadata that is not there yet.
+    # Transferred as 64 bits. 0 is for warm-ups: decode reads it as metadata that has not arrived yet.
     warmup = obj.bootstrap_host in (None, FAKE_BOOTSTRAP_HOST)
     if obj.bootstrap_room is not None and not (0 if warmup else 1) <= obj.bootstrap_room <= INT64:
         raise ValueError(f"bootstrap_room must be from 1 to {INT64}, got {obj.bootstrap_room!r:.80}.")
     if obj.bootstrap_host != FAKE_BOOTSTRAP_HOST and (obj.rid or "").startswith(HEALTH_CHECK_RID_PREFIX):
-        # A busy scheduler drops it without a word.
+        # A busy scheduler silently drops it.
         raise ValueError(f"rid must not begin with {HEALTH_CHECK_RID_PREFIX}, got {obj.rid!r:.80}.")
     if obj.return_logprob and not 0 <= (obj.top_logprobs_num or 0) <= MAX_TOP_LOGPROBS:
         raise ValueError(
@@ -194,10 +193,10 @@ def _types() -> TypeAdapter:
 
 
 def check_types(obj: GenerateReqInput) -> None:
-    """Give the fields of a request the types that they are declared with, as FastAPI does. Raises ValueError.
+    """Convert the fields of a request to their declared types, as FastAPI does. Raises ValueError.
 
-    Of a request that the engine has made of an object without types, before it is normalised. What is null there it
-    serves as what is left out.
+    For a request that the engine has made from an untyped object; called before it is normalised. Null counts as
+    absent.
     """
     fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
     given = {name: value for name, value in fields.items() if value is not None}
@@ -211,9 +210,9 @@ def check_types(obj: GenerateReqInput) -> None:
 
 
 def check_labels(labels: Mapping[str, str], known: Collection[str]) -> None:
-    """Raise ValueError for labels of metrics that are not ``known``: with those, the first answer ends the worker.
+    """Raise ValueError for metric labels that are not ``known``: the first answer with one would end the worker.
 
-    And for half a character, which JSON can bring and UTF-8 has not: /metrics could not be read any more.
+    Also for a lone surrogate, which JSON allows and UTF-8 does not: /metrics would fail from then on.
     """
     unknown = sorted(set(labels).difference(known))
     if unknown:
@@ -225,10 +224,10 @@ def check_labels(labels: Mapping[str, str], known: Collection[str]) -> None:
 
 
 def check_without_tokenizer(sampling_params: Mapping, decodes: bool) -> None:
-    """Raise ValueError for what a scheduler without a tokenizer would ask one for. decodes: it is no prefill."""
+    """Raise ValueError for options that need a tokenizer, which the scheduler does not have. decodes: not a prefill."""
     for name in ("stop", "stop_regex", "min_new_tokens") if decodes else ("min_new_tokens",):
         value = sampling_params.get(name)
-        # An empty string is one to look for.
+        # An empty string is a stop string too.
         if value or value == "":
             raise ValueError(
                 f"{name} needs a tokenizer, and this worker has none (--skip-tokenizer-init). Leave it out."
@@ -236,22 +235,22 @@ def check_without_tokenizer(sampling_params: Mapping, decodes: bool) -> None:
 
 
 def stop_tokens(values: set | None, vocab_size: int) -> set[int] | None:
-    """Those that a token can be. All of a batch have a place among the logits where one has ``min_new_tokens``."""
+    """Token ids within the vocabulary. With ``min_new_tokens`` in a batch, the engine indexes logits by all of them."""
     tokens = {int(value) for value in values or () if _is_whole(value) and 0 <= value < vocab_size}
     return tokens or None
 
 
 def _check_tokens(name: str, tokens: Any, vocab_size: int) -> None:
-    # A prompt is long: its bounds are found without a loop.
+    # Without a Python loop, since a prompt is long.
     if tokens and not (0 <= min(tokens) and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise ValueError(f"{name} must be token ids from 0 to {vocab_size - 1}, got {wrong}.")
 
 
 def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> None:
-    """Raise ValueError for a prompt that the scheduler would not take. max_input_len: None for any length."""
+    """Raise ValueError for a prompt that the scheduler would refuse. max_input_len: None for no limit."""
     if len(token_ids) == 0:
-        # The engine looks at whole batches only; alone in a step, it ends the scheduler.
+        # The engine checks whole batches only; alone in a step, it ends the scheduler.
         raise ValueError("The prompt is empty: input_ids has no token.")
     _check_tokens("input_ids", token_ids, vocab_size)
     if max_input_len is not None and len(token_ids) >= max_input_len:
@@ -262,9 +261,9 @@ def check_prompt(token_ids: Any, vocab_size: int, max_input_len: int | None) -> 
 
 
 def check_embeds(embeds: Any, width: int) -> None:
-    """Raise ValueError for a prompt of embeddings of which the engine can make no tensor, or none for the model."""
+    """Raise ValueError for embeddings that do not form a finite tensor of the model's width."""
     try:
-        # A sum is infinite, or no number, where one of them is.
+        # The sum is infinite or NaN if an element is.
         if len(embeds) and all(len(row) == width and sum(map(abs, row)) <= MAX_FLOAT for row in embeds):
             return
     except TypeError:

@@ -1,4 +1,4 @@
-"""Requests that no worker can serve: both workers of a pair refuse them, with status 400, before anything is sent.
+"""Refuses requests that no worker can serve, on both workers of a pair, with status 400 and before they are sent.
 
 Upstream: none is known for all of it; sgl-project/sglang#22175 and #28088 (merged) and #28794 (open) check one option
 each.
@@ -15,24 +15,24 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Looks at each option of a request."""
+    """Tokenizer manager that checks each option of a request."""
 
     def generate_request(self, obj, request=None):
-        """Notes whether the engine has made the request of an object that FastAPI has not checked: for Vertex AI."""
+        """Marks requests that the engine makes from objects FastAPI has not checked: those for Vertex AI."""
         endpoint = (getattr(request, "scope", None) or {}).get("endpoint")
         if isinstance(obj, GenerateReqInput) and getattr(endpoint, "__name__", "") == "vertex_generate":
             obj.untyped = True
         return super().generate_request(obj, request)
 
     def _validate_rid_not_in_flight(self, obj) -> None:
-        """Adds the checks of a request: here each prompt has its own options, and nothing is kept of them yet."""
+        """Adds the checks of a request: here each prompt has its own options, and no state exists yet."""
         super()._validate_rid_not_in_flight(obj)
         if not isinstance(obj, GenerateReqInput):
             return
         if self.server_args.enable_lora and obj.lora_id is not None:
             if not obj.lora_path:
-                # The scheduler has no such adapter.
-                raise ValueError("lora_id is not the client's to choose: name the adapter in lora_path.")
+                # The scheduler does not have such an adapter.
+                raise ValueError("lora_id cannot be set by a client: name the adapter in lora_path.")
             obj.lora_id = None
         if obj.custom_labels and self.enable_metrics:
             check_labels(obj.custom_labels, self.metrics_collector.labels)
@@ -46,20 +46,20 @@ class TokenizerManager(engine.TokenizerManager):
             self.mm_processor,
             self.tokenizer is not None,
             lambda: self.max_req_input_len,
-            # Of the extra failure_reports, if that is there.
+            # From the extra failure_reports, if present.
             getattr(self, "_check_room", lambda room: None),
         )
 
     def _validate_one_request(self, obj, input_ids) -> None:
-        """Adds the scheduler's limit, which it would find only after the handshake."""
+        """Adds the scheduler's limit, which it would check only after the handshake."""
         super()._validate_one_request(obj, input_ids)
         if isinstance(obj, GenerateReqInput) and input_ids is not None:
             self._admission().check_prompt(obj, input_ids)
 
     def _create_tokenized_object(self, obj, *args, **kwargs):
-        """Adds the checks of sampling parameters, and drops stop tokens outside the vocabulary.
+        """Adds checks of sampling parameters, and removes stop tokens outside the vocabulary.
 
-        For those the engine makes indices that the logits do not have.
+        The engine would index the logits with them.
         """
         tokenized_obj = super()._create_tokenized_object(obj, *args, **kwargs)
         params = tokenized_obj.sampling_params

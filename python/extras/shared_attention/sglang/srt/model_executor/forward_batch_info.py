@@ -1,4 +1,4 @@
-"""What an attention backend needs to know of a batch on the host.
+"""Passes a batch's rows on the host to an attention backend that shares prefixes.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -13,12 +13,12 @@ __all__ = ["ForwardBatch"]
 
 
 class ForwardBatch(engine.ForwardBatch):
-    """A forward batch whose rows are told to a backend that reads shared prefixes once, where one is in use."""
+    """A forward batch whose rows are passed to a backend that reads shared prefixes once."""
 
     @classmethod
     def init_new(cls, batch: Any, model_runner: Any) -> Any:
-        """Wraps the making of a batch to hand on which rows it has: afterwards they are known on the device only, and
-        the replay of a CUDA graph is not shown the batch at all."""
+        """Passes the batch's rows on: later they are known on the device only, and a CUDA graph's replay does not get
+        the batch."""
         groups = getattr(model_runner, "running_groups", None)
         if groups is not None:
             groups.expect(batch)

@@ -13,10 +13,10 @@ __all__ = ["OpenAIServingCompletion"]
 
 
 class OpenAIServingCompletion(engine.OpenAIServingCompletion):
-    """Completions that answer ``logprobs=0``: the logprob of each token and no alternatives."""
+    """Completions that support ``logprobs=0``: the logprob of each token without alternatives."""
 
     def _convert_to_internal_request(self, request, raw_request=None):
-        """With ``echo`` the prompt's logprobs are asked for also where ``logprobs`` is 0, and a stream is all sent."""
+        """With ``echo``, requests the prompt's logprobs also for ``logprobs=0``; streams keep their whole text."""
         adapted, request = super()._convert_to_internal_request(request, raw_request)
         if request.echo:
             adapted.amend = partial(self._amend, request, {})
@@ -25,7 +25,7 @@ class OpenAIServingCompletion(engine.OpenAIServingCompletion):
         return adapted, request
 
     def _amend(self, request, echoes, answer) -> None:
-        """Give an ``answer`` what the engine looks up in it, and the prompt that it cuts. echoes: of a stream's."""
+        """Add fields that the engine reads from ``answer``, and the prompt that it cuts off. echoes: of a stream."""
         if request.logprobs is not None:
             answer["meta_info"].setdefault("input_top_logprobs", [])
         place = answer.get("index", 0)

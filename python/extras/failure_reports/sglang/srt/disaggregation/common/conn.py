@@ -1,4 +1,4 @@
-"""Prefill's answers to decode about rooms that it has refused.
+"""Prefill reports rooms that it has refused to decode.
 
 Upstream: none is known.
 """
@@ -17,13 +17,13 @@ from sglang.srt.disaggregation.refusal import RANKS_ROUTE, REFUSED_RANK_ROUTE, R
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "requests"]
 
-# What decode adds where it asks for DP ranks: it understands that one has refused a room.
+# Decode adds this when it queries DP ranks: it understands a report of a refused room.
 HEARS_REFUSALS = "hears_refusals"
 
 
 class _Requests(BootstrapRequests):
     def post(self, url: str, **kwargs: Any) -> Any:
-        """As ``requests.post``, with which the engine asks for the DP ranks of rooms, and says them."""
+        """As ``requests.post``, with which the engine queries and registers the DP ranks of rooms."""
         args = server_args._global_server_args
         if url.endswith(RANKS_ROUTE) and getattr(args, "disaggregation_decode_enable_radix_cache", False):
             kwargs["json"] = {**kwargs["json"], HEARS_REFUSALS: 1}
@@ -34,14 +34,14 @@ requests = _Requests()
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Answers decode's request for what is refused."""
+    """Fails decode's request for a refused room."""
 
     def refuse_room(self, room: int, reason: str, kept: bool = False) -> None:
-        """Answer decode's request for a room that is refused here, come or not. kept: `RefusedPairs` has it."""
+        """Fail decode's request, present or future, for a room refused here. kept: `RefusedPairs` has its request."""
         with self.rooms.lock:
             if not self.ends_rooms or self.rooms.holder(room) is not None:
-                return  # or it is another request's
-            # Without the flag decode understands no answer, and `RefusedPairs` gives it its one token.
+                return  # or the room belongs to another request
+            # Decode without the flag understands no report; `RefusedPairs` serves it one token.
             if kept and (asked := self.transfer_infos.get(room)) and not names_prefix(asked.values()):
                 return
             peers = self.end_failed_room(room, {}, reason)
@@ -50,10 +50,10 @@ class CommonKVManager(engine.CommonKVManager):
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Knows which DP ranks have refused rooms."""
+    """Adds the DP ranks that have refused rooms."""
 
     def _setup_routes(self) -> None:
-        """Adds them to what the engine answers."""
+        """Adds these ranks to the engine's answers."""
         super()._setup_routes()
         ranks = RefusedRanks()
         self.app.middlewares.append(ranks.add)

@@ -1,8 +1,8 @@
-"""KV of a decode worker in host memory, below its tree: what has left the pool need not be computed and sent again.
+"""HiCache L2 on decode: KV evicted from the tree's pool stays in host memory and is not computed and sent again.
 
-memory.py    the bytes, and copies; tree.py: which tokens they are of
-saves.py     what is copied to host memory; tier.py: what requests get back from there
-storage.py   what is below it
+memory.py    host pools and copies; tree.py: the trees
+saves.py     saves to host memory; tier.py: loads for requests
+storage.py   the storage (L3) below it
 
 Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """

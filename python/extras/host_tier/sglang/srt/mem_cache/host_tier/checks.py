@@ -1,6 +1,6 @@
-"""Whether the host has the memory that a host tier asks for, before the model is loaded.
+"""Checks that the host has the memory for HiCache L2 before the model is loaded.
 
-The engine looks when it allocates, after that, and at the machine alone: a container that may have less is ended there.
+The engine checks later, on allocation, and against the machine only: in a container with less memory it is killed.
 
 Upstream: none is known.
 """
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["check_free", "free_bytes"]
 
-# What the engine leaves to others.
+# The engine's own reserve for other processes.
 LEFT_BYTES = 10 * 1024**3
 CGROUP = Path("/sys/fs/cgroup")
-# Which of its groups this process is in.
+# The control groups of this process.
 OWN_GROUPS = Path("/proc/self/cgroup")
-# By version of control groups: the controller, the limit, what is used, and the name in memory.stat of what can be had
-# back of that.
+# By version of control groups: controller, limit, usage, and the field of memory.stat for reclaimable memory.
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -32,9 +31,9 @@ _VERSIONS = (
 
 
 def free_bytes(cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> tuple[int, str]:
-    """Bytes that this process and others beside it can still have, and whose limit that is.
+    """Free bytes for this process and others, and the name of the limit.
 
-    The least of the machine's, and of its control group's and of those above that.
+    The minimum over the machine, the control group and its parents.
     """
     found = psutil.virtual_memory().available, "this machine"
     for controller, limit, used, inactive in _VERSIONS:
@@ -46,36 +45,36 @@ def free_bytes(cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> tuple[int, str]
                 parts: Mapping[str, str] = dict(line.split() for line in lines)
                 left = most - int((group / used).read_text()) + int(parts.get(inactive, 0))
             except (OSError, ValueError):
-                # Not this version, or no group that is seen here; or "max", which is no limit.
+                # Another version, a group that is not visible, or "max" (no limit).
                 continue
             found = min(found, (max(0, left), f"control group /{path}" if path.parts else "this container"))
     return found
 
 
 def _path(own: Path, controller: str) -> list[PurePosixPath]:
-    """The groups of a controller ("": of version 2) that this process is in, from its own one to the root."""
+    """Groups of a controller ("": version 2) that contain this process, from its own to the root."""
     root = PurePosixPath()
     try:
         groups = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
         path = next(PurePosixPath(name.lstrip("/")) for names, name in groups if controller in names.split(","))
     except (OSError, ValueError, StopIteration):
         return [root]
-    # Above what is seen here is nothing to look at.
+    # Parents outside this namespace are not visible.
     return [root] if ".." in path.parts else [path, *path.parents]
 
 
 def check_free(args: ServerArgs, cgroup: Path = CGROUP) -> None:
-    """Raise ValueError where there is less memory than ``--hicache-size`` asks for all ranks of this host.
+    """Raise ValueError if less memory is free than ``--hicache-size`` needs for all ranks of this host.
 
-    What ``--hicache-ratio`` asks for is known when the model has been loaded; the engine looks then.
+    The need of ``--hicache-ratio`` is known only after the model is loaded; the engine checks it then.
     """
-    # Without DP attention each replica has ranks of its own.
+    # Without DP attention each replica has its own ranks.
     ranks = args.tp_size * (1 if args.enable_dp_attention else args.dp_size) // args.nnodes
     needed = args.hicache_size * 10**9 * ranks
     free, whose = free_bytes(cgroup)
     if needed > max(0, free - LEFT_BYTES):
         raise ValueError(
             f"--hicache-size {args.hicache_size} takes {needed / 1e9:.1f} GB of host memory for {ranks} "
-            f"{'ranks' if ranks > 1 else 'rank'}, and {whose} has {free / 1e9:.1f} GB free, of which "
-            f"{LEFT_BYTES / 1e9:.1f} are left to others. Give less, or leave --enable-hierarchical-cache out."
+            f"{'ranks' if ranks > 1 else 'rank'}, and {whose} has {free / 1e9:.1f} GB free, minus "
+            f"{LEFT_BYTES / 1e9:.1f} GB reserved for other processes. Reduce it, or omit --enable-hierarchical-cache."
         )

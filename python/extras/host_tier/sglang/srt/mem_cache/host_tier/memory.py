@@ -1,7 +1,7 @@
-"""The bytes of a host tier, and copies between them and the pool of KV on the device.
+"""KV in host memory, and copies between it and the KV pool on the device.
 
-The pools in host memory are the engine's own. Copies run on a stream of their own, after what the device has been given
-to do before: a step that still writes to a page comes before its copy, in either direction.
+The host pools are the engine's. Copies run on a stream of their own, after all work queued on the device: a step that
+writes to a page precedes its copy, in both directions.
 
 Upstream: none is known that copies what has left a decode tree back beside a transfer.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Copy", "HostMemory", "check_pool", "host_pool", "kv_pool_of"]
 
-# The engine's pools on the device, and what it has for each in host memory. A subclass may keep more than KV.
+# The engine's device pools and their host pools. A subclass of these may keep more than KV, so types match exactly.
 _HOST_POOLS: dict[type, type] = {
     MHATokenToKVPool: MHATokenToKVPoolHost,
     MLATokenToKVPool: MLATokenToKVPoolHost,
@@ -35,12 +35,12 @@ _HOST_POOLS: dict[type, type] = {
 
 
 def kv_pool_of(kvcache: Any) -> Any:
-    """The pool of the layers that keep KV of each token; of a model with linear attention, a part of ``kvcache``."""
+    """The pool of full-attention layers; in a model with linear attention it is a part of ``kvcache``."""
     return kvcache.full_kv_pool if isinstance(kvcache, HybridLinearKVPool) else kvcache
 
 
 def check_pool(pool: Any) -> None:
-    """Raise ValueError for a pool on the device for which none in host memory is known."""
+    """Raise ValueError if ``pool`` on the device has no host pool."""
     if type(pool) not in _HOST_POOLS:
         raise ValueError(
             f"--enable-hierarchical-cache is not verified on decode for {type(pool).__name__}. Start this decode "
@@ -49,9 +49,9 @@ def check_pool(pool: Any) -> None:
 
 
 def host_pool(pool: Any, args: ServerArgs, page_size: int, size: int = 0) -> Any:
-    """The engine's pool in host memory for ``pool``, as large as its options say, or of ``size`` tokens at least.
+    """The engine's host pool for ``pool``, sized by its options, or for at least ``size`` tokens.
 
-    pool: as `check_pool` has it.
+    pool: has passed `check_pool`.
     """
     made = _HOST_POOLS[type(pool)]
     if size:
@@ -60,20 +60,18 @@ def host_pool(pool: Any, args: ServerArgs, page_size: int, size: int = 0) -> Any
 
 
 class Copy:
-    """A copy that has been begun. It holds what it reads and writes its places from until it has ended."""
+    """A running copy. It keeps its slot tensors alive until it has ended."""
 
     def __init__(self, event: Any = None, places: tuple[torch.Tensor, ...] = ()):
-        """event: of its end, on the device; None where it has ended."""
+        """event: recorded at its end on the device; None if it has ended."""
         self._event, self._places = event, places
 
     def done(self) -> bool:
-        """Whether it has ended."""
         if self._event is not None and self._event.query():
             self._event, self._places = None, ()
         return self._event is None
 
     def wait(self) -> None:
-        """Wait for its end."""
         if self._event is not None:
             self._event.synchronize()
             self._event, self._places = None, ()
@@ -83,9 +81,9 @@ class HostMemory:
     """KV of one rank in host memory, by slot."""
 
     def __init__(self, pools: Sequence[tuple[Any, Any]], io_backend: str, forward_stream: Callable[[], Any]):
-        """pools: the engine's on the device, each with the one in host memory; of the model, and of its draft.
+        """pools: pairs of the engine's device and host pool, for the model and its draft.
 
-        forward_stream: of the steps of the model; None on a CPU host.
+        forward_stream: of the model's steps; None on a CPU host.
         """
         self.pools, self._io_backend, self._forward_stream = pools, io_backend, forward_stream
         device = pools[0][0].device
@@ -93,7 +91,7 @@ class HostMemory:
         self._stream: Any = None if self._module is None else self._module.Stream()
 
     def save(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Copy:
-        """Copy KV to host memory. Slots: int64, whole pages, as many on the host as on the device."""
+        """Copy KV to host memory. Slots: int64, whole pages, equally many on host and device."""
         host_slots, device_slots = self._places(host_slots, device_slots)
         with self._copying():
             for device_pool, pool in self.pools:
@@ -110,12 +108,11 @@ class HostMemory:
         return self._begun(host_slots, device_slots)
 
     def wait(self) -> None:
-        """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def _places(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots where the engine's copies want them: with kernels on the device, else in host memory and in order."""
+        """Slots as the engine's copies expect them: kernels on the device, others on the CPU and sorted."""
         if self._io_backend == "kernel":
             return host_slots.to(device_slots.device, non_blocking=True), device_slots
         host_slots, order = host_slots.sort()
@@ -134,7 +131,7 @@ class HostMemory:
                         self._stream.wait_stream(stream)
                 yield
         except Exception:
-            # A part of it may have been begun, and its slots are given back now.
+            # The copy may have started, and its slots are freed now.
             self.wait()
             raise
 

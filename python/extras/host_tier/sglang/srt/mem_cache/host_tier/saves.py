@@ -1,4 +1,4 @@
-"""Which nodes of a decode tree are copied to host memory, and what that holds of both pools meanwhile.
+"""Chooses nodes of a decode tree to copy to host memory, and bounds what running saves lock in both pools.
 
 Upstream: none is known that saves what enters a decode tree.
 """
@@ -27,7 +27,7 @@ __all__ = ["Saves", "Saving"]
 
 
 class Saving(node_saves.Saving):
-    """A save under way: what goes behind ``above`` of the tree over host memory, which is locked."""
+    """A running save of the tokens behind ``above`` in the host tree, which is locked."""
 
     copy: Copy
 
@@ -36,30 +36,30 @@ class Saving(node_saves.Saving):
         self.above, self.key, self.slots, self.tokens = above, key, slots, len(slots)
 
     def poll(self) -> int:
-        """As a transfer's: the least of all ranks counts."""
+        """As a transfer's poll; the minimum over ranks counts."""
         return int(KVPoll.Success if self.copy.done() else KVPoll.Transferring)
 
 
 class Saves(node_saves.Saves):
     """The saves of one rank.
 
-    A node is saved behind the one above it, so that is saved first; where it ends in the tree over host memory, a node
-    knows. A large one is divided, and saved part by part.
+    A node is saved after its parent, since it is inserted below the parent's end in the host tree; each node keeps a
+    reference to its own end. A large node is split and saved in parts.
     """
 
     under_way: list[Saving]  # type: ignore[assignment]
 
     def __init__(self, tree: DecodeRadixCache, host: HostTree, memory: HostMemory, hits: int):
-        """tree, host: of the device's pool, and of host memory. hits: after how many uses a node is saved."""
+        """tree, host: of the device's pool and of host memory. hits: uses after which a node is saved."""
         super().__init__(tree)
         self._host, self._memory, self.hits = host, memory, hits
-        # Tokens since the start: saved; not saved for want of room in host memory; and evicted before they were saved.
+        # Tokens since the start: saved; not saved because host memory was full; evicted before they were saved.
         self.saved_tokens = self.dropped_tokens = self.late_tokens = 0
 
     # ---- what happens to the device's tree ----
 
     def used(self, node: TreeNode) -> None:
-        """Of what slices bring, or who comes back, no use has been counted."""
+        """Counts at least one use: insertions by chunks or by a returning request count none."""
         if max(1, node.hit_count) >= self.hits:
             super().used(node)
 
@@ -71,7 +71,7 @@ class Saves(node_saves.Saves):
     # ---- a step ----
 
     def start(self) -> None:
-        """Begin saves, as far as they do not hold too much of the pool."""
+        """Begin saves within the limit on locked tokens."""
         for node in list(self.to_come):
             left = self._limit - self.tokens
             if left <= 0:
@@ -81,10 +81,10 @@ class Saves(node_saves.Saves):
                 self._begin(node, self.to_come.pop(node), left)
 
     def _begin(self, node: TreeNode, waited: bool, most: int) -> None:
-        """Begin to save what host memory lacks of ``node``, at most so many tokens; what is left is to come.
+        """Save up to ``most`` tokens of ``node`` that host memory does not have; the rest stays pending.
 
-        waited: whether something has been saved for it. If that has made room for others, it is not saved: they would
-        take it from each other for ever. Cost: the tokens of the node, and the depth.
+        waited: whether the parent was saved for it. If the parent has been evicted again, the node is dropped: nodes
+        would evict each other without end. Cost: the node's tokens and depth.
         """
         end = self._end_of(node.parent)
         if end is None:
@@ -111,16 +111,16 @@ class Saves(node_saves.Saves):
         self.begin(Saving(node, self._memory.save(slots, node.value[held:]), end, key, slots))
 
     def _end_of(self, node: TreeNode) -> TreeNode | None:
-        """Where a node of the device's tree ends in host memory; None where that is not known."""
+        """Where a node of the device's tree ends in the host tree; None if unknown."""
         if node is self._tree.root_node:
             return self._host.root_node
-        # What a split takes from a node is its head, in either tree, so it keeps its end.
+        # A split removes a node's head, in both trees, so its end stays the same.
         noted = getattr(node, "end_in_host_memory", None)
         end = None if noted is None else noted()
         return end if end is not None and is_in(self._host, end) else None
 
     def _held_below(self, end: TreeNode, node: TreeNode) -> tuple[TreeNode, int]:
-        """Where host memory ends of ``node``, which begins behind ``end``; and how many tokens it has of it."""
+        """The last host node with tokens of ``node``, which begins behind ``end``, and how many tokens it has."""
         host, held = self._host, 0
         for child, span in host.reader.descend(end, 0, node.key.token_ids, node.key.extra_key):
             end = child if span == len(child.key) else host._split_node(child.key, child, span)
@@ -128,9 +128,9 @@ class Saves(node_saves.Saves):
         return end, held
 
     def _take(self, end: TreeNode, most: int) -> torch.Tensor | None:
-        """Lock what host memory holds and take slots for what follows, as many as there are up to ``most`` tokens.
+        """Lock the host node and take up to ``most`` slots for the tokens behind it.
 
-        Without slots nothing has been locked.
+        Returns None, with nothing locked, if there are no slots.
         """
         host = self._host
         host.inc_lock_ref(end)
@@ -143,7 +143,7 @@ class Saves(node_saves.Saves):
         return slots
 
     def end_all(self, polls: Sequence[int]) -> None:
-        """The ranks have polled those under way together."""
+        """All ranks have polled the running saves together."""
         for saving, poll in zip(self.under_way[:], polls, strict=True):
             if poll == KVPoll.Success:
                 self._end(saving)
@@ -152,7 +152,7 @@ class Saves(node_saves.Saves):
         node, host, slots = saving.nodes[0], self._host, saving.slots
         self.end(saving, True)
         before, last = insert_below(host, saving.above, saving.key, slots, node.priority)
-        # Others have saved the same meanwhile.
+        # A part may have been saved by others meanwhile.
         host.pool.free(slots[:before])
         host.dec_lock_ref(saving.above)
         self.saved_tokens += len(slots)
@@ -161,7 +161,7 @@ class Saves(node_saves.Saves):
         node.end_in_host_memory = weakref.ref(last)
 
     def release_device(self) -> bool:
-        """Wait for what is under way and let go of its nodes, on all ranks alike. Returns whether any was locked."""
+        """Wait for running saves and unlock their nodes, on all ranks alike. Returns whether any was locked."""
         locked = [saving for saving in self.under_way if saving.locked]
         for saving in locked:
             saving.copy.wait()

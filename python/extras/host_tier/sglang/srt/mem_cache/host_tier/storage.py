@@ -1,11 +1,11 @@
-"""A storage below host memory (L3): what has been there comes back into host memory before a request is admitted.
+"""A storage (L3) below host memory: stored pages are fetched into host memory before a request is admitted.
 
-storage_backends.py the engine's storages, and how a page that comes from one is known to be that page
+storage_backends.py the engine's storages, and the check of pages read from them
 storage_pages.py    bytes of pages in host memory; storage_threads.py: threads
-storage_writes.py   what is written; storage_tree.py: the tree over host memory, which knows what its pages are called
-storage_fetches.py  what requests wait for, and what threads do for that
+storage_writes.py   writes; storage_tree.py: the tree over host memory, with page names
+storage_fetches.py  fetches that requests wait for
 
-Only what host memory holds is promised to a prefill: a fetch that fails, or takes too long, costs its hit.
+Only pages in host memory are promised to prefill: a fetch that fails or takes too long costs only its hit.
 
 Upstream: none is known.
 """
@@ -34,7 +34,7 @@ __all__ = ["HostStorage", "add_storage", "model_namespace", "read_options"]
 
 logger = logging.getLogger(__name__)
 
-# Part of host memory that may wait to be written.
+# Share of host memory that may wait to be written.
 WAITING_PART = 1 / 4
 
 
@@ -42,7 +42,7 @@ class HostStorage:
     """The storage of one rank."""
 
     def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits, writes: bool = True):
-        """host: the tree over host memory, empty. writes: False where another rank writes the same."""
+        """host: the tree over host memory, empty. writes: False if another rank writes the same pages."""
         self._host, self.threads = host, threads
         self.writes = Writes(threads, int(host.pool_size * WAITING_PART), writes)
         self.fetches = Fetches(host, threads, limits)
@@ -52,36 +52,34 @@ class HostStorage:
     # ---- requests ----
 
     def fetch(self, rid: str, watch: Watch | None, host_watch: Watch | None, num_tokens: int) -> None:
-        """See `Fetches.ask`."""
         if not self.stopped:
             self.fetches.ask(rid, watch, host_watch, num_tokens)
 
     def is_done(self, rid: str) -> bool:
-        """Whether ``rid`` waits for nothing."""
         return self.fetches.is_done(rid)
 
     def leave(self, rid: str) -> None:
-        """``rid`` has been admitted or is gone; on all ranks in the same step."""
+        """``rid`` was admitted or has ended; called on all ranks in the same step."""
         self.fetches.leave(rid)
 
     def brought(self, rid: str, start: int, end: int) -> int:
-        """How many of these tokens of its prompt were fetched for ``rid``, which is being admitted."""
+        """Tokens of this range of the prompt that were fetched for ``rid``, which is being admitted."""
         first, last = self.fetches.brought.get(rid, (0, 0))
         return max(0, min(last, end) - max(first, start))
 
     def advance(self, group: Any, alone: bool) -> None:
-        """Once in a step, on all ranks of ``group``; alone: there is one."""
+        """Called once per step on all ranks of ``group``; alone: there is one rank."""
         self.fetches.advance(group, alone)
 
     # ---- figures ----
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits."""
+        """Whether a request has a pending fetch."""
         return bool(self.fetches.open)
 
     def state(self) -> dict[str, Any]:
-        """Tokens: being read and waiting to be written; the rest since the start. And requests that wait."""
+        """Tokens being read, waiting to be written, and totals since the start; number of pending requests."""
         return {
             **asdict(self.threads.counters),
             "dropped": self.writes.dropped,
@@ -95,13 +93,13 @@ class HostStorage:
     # ---- ends ----
 
     def forget(self) -> None:
-        """Host memory is about to be emptied. What is stored stays."""
+        """Host memory is about to be cleared. Stored pages stay."""
         self.fetches.forget()
         self.writes.forget()
         self.threads.pages.given_away += 1
 
     def stop(self) -> None:
-        """Use it no more, ever: the weights are about to change."""
+        """Stop using the storage for good: the weights are about to change."""
         if not self.stopped:
             logger.warning(
                 "The weights were updated: this worker no longer uses the KV storage. Restart it to use it again."
@@ -113,13 +111,13 @@ class HostStorage:
 
 
 def read_options(args: ServerArgs) -> tuple[Limits, dict[str, Any]]:
-    """How long requests wait, and the options of the storage itself, as the engine reads them. Raises ValueError."""
+    """Limits of fetches and the storage's own options, parsed by the engine. Raises ValueError."""
     if args.hicache_storage_prefetch_policy == "wait_complete":
         raise ValueError(
-            "--hicache-storage-prefetch-policy wait_complete would have requests wait for a storage that hangs. On "
-            "decode give timeout, or leave it out."
+            "--hicache-storage-prefetch-policy wait_complete makes requests wait for a hung storage. Use "
+            "timeout on decode, or omit the option."
         )
-    # Not at the top: it needs the options, of which this is asked.
+    # Not at the top: the engine's module imports the options, whose check calls this.
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
     given = args.hicache_storage_backend_extra_config
@@ -131,7 +129,7 @@ def read_options(args: ServerArgs) -> tuple[Limits, dict[str, Any]]:
 
 
 def model_namespace(args: ServerArgs) -> str:
-    """`kv_namespace` of the model and its draft, whose KV lies behind the model's in each page."""
+    """`kv_namespace` of the model and its draft, whose KV follows the model's in each page."""
     draft = None
     if args.speculative_algorithm is not None:
         draft = [args.speculative_algorithm, args.speculative_draft_model_quantization]
@@ -141,9 +139,9 @@ def model_namespace(args: ServerArgs) -> str:
 
 
 def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_size: int) -> None:
-    """Put the storage that the options of a worker ask for below its host memory, which is empty. Raises ValueError.
+    """Attach the storage that the options name below host memory, which is empty. Raises ValueError.
 
-    tree: its tree over host memory is a `StoredHostTree`. tp_rank, tp_size: of the ranks that have parts of one KV.
+    tree: its tree over host memory is a `StoredHostTree`. tp_rank, tp_size: of the ranks that hold parts of the KV.
     """
     tier = tree.tier
     assert tier is not None and isinstance(tier.host, StoredHostTree)
@@ -151,11 +149,11 @@ def add_storage(tree: HostTierRadixCache, args: ServerArgs, tp_rank: int, tp_siz
     host, name = tier.host, args.hicache_storage_backend
     pages = HostPages([pool for _, pool in tier.memory.pools], host.page_size)
     rank = None if pages.shared else tp_rank
-    # What all ranks have alike is the same for any number of them.
+    # Pages that are equal on all ranks do not depend on their number.
     folder = rank_namespace(model_namespace(args), pages.made_of(), rank, 1 if pages.shared else tp_size)
     files = open_storage(name, folder, pages.page_bytes, options, tp_size)
     logger.info(
-        "Decode stores what is in host memory in %s (%s), %d bytes a page.", files.place, name, pages.page_bytes
+        "Decode stores pages of host memory in %s (%s), %d bytes per page.", files.place, name, pages.page_bytes
     )
     threads = StorageThreads(files, pages, files.place)
     tier.storage = HostStorage(host, threads, limits, writes=not pages.shared or tp_rank == 0)

@@ -1,8 +1,8 @@
-"""The engine's storages (`HiCacheStorage`) as they are used below decode's host memory: each page says which it is.
+"""The engine's storages (`HiCacheStorage`) below decode's host memory, with a header in front of each page.
 
-A page is one value, with a header in front of it: its length, the digest of its whole name (namespace, rank and page),
-and a checksum of its bytes. Whatever a storage returns is compared with that, so what was cut short, has changed, or is
-another page's counts as not there. It is removed, or it would never be written again.
+The header has the page's length, a digest of its full name (namespace, rank and page) and a checksum of its bytes. A
+page that does not match, because it was truncated, changed or belongs to another name, counts as missing and is
+removed; otherwise it would never be written again.
 
 Upstream: none is known; the engine's pages are bytes of KV alone.
 """
@@ -32,21 +32,20 @@ __all__ = ["HEADER", "PageStorage", "PagesInFiles", "PagesInMooncake", "open_sto
 
 logger = logging.getLogger(__name__)
 
-# Mark, checksum of the page that follows, its length, and the digest of what it is called.
+# Magic, checksum of the page, its length, digest of its full name.
 HEADER = struct.Struct("<4sIQ32s")
 _MARK = b"PDR2"
-# The engine's default, which its class does not say apart.
+# The engine's default; the engine has no constant for it.
 _DIRECTORY = "/tmp/hicache"
-# Mooncake's codes: there is no such object, or somebody is writing it; it is longer than was asked for; the store is
-# full.
+# Mooncake's codes: no such object, or it is being written; longer than requested; the store is full.
 _MISSING, _LONGER, _NO_SPACE = (-704, -703), -600, -200
-# Seconds before each try to write to a Mooncake store. One that is full refuses, and then evicts what nobody has asked
-# for lately: of 60 pages all found room within 44 ms.
+# Seconds before each attempt to write to a Mooncake store. A full one refuses, and then evicts objects not read
+# lately: after 44 ms there was space for each of 60 pages.
 ROOM_S = (0.0, 0.025, 0.05)
 
 
 class PageStorage(ABC):
-    """Pages of one rank, by name. Any number of threads and processes may use the same.
+    """Pages of one rank, by name. Threads and processes may share a storage.
 
     Pages are uint8 tensors of ``page_bytes``; names are hexadecimal.
     """
@@ -55,15 +54,15 @@ class PageStorage(ABC):
         """folder: the namespace and the rank, the same for all workers that share pages."""
         self.folder, self.page_bytes = folder, page_bytes
         self._of_thread = threading.local()
-        # Pages that were not what had been written.
+        # Pages that failed the comparison with their header.
         self.corrupt = 0
 
     @abstractmethod
     def exists(self, key: str) -> bool:
-        """Whether there is a page of that name."""
+        """Whether the page is stored."""
 
     def get(self, key: str, page: torch.Tensor) -> torch.Tensor | None:
-        """Read a page into ``page``, and return that; None if there is none."""
+        """Read a page into ``page`` and return it; None if it is not stored."""
         room = self._room()
         if not self._read(key, room):
             return None
@@ -77,7 +76,7 @@ class PageStorage(ABC):
         return None
 
     def set(self, key: str, page: torch.Tensor) -> bool:
-        """Write a page. False where the storage has not taken it."""
+        """Write a page. False if the storage refused it."""
         room = self._room()
         room[: HEADER.size] = torch.frombuffer(bytearray(self._header(key, page)), dtype=torch.uint8)
         room[HEADER.size :] = page
@@ -88,7 +87,7 @@ class PageStorage(ABC):
         return HEADER.pack(_MARK, zlib.crc32(memoryview(page.numpy())), page.numel(), name)
 
     def _room(self) -> torch.Tensor:
-        """Room for a header and a page, of this thread; without a header in it."""
+        """This thread's buffer for a header and a page; the header is zeroed."""
         room: torch.Tensor | None = getattr(self._of_thread, "room", None)
         if room is None:
             room = self._of_thread.room = torch.zeros(HEADER.size + self.page_bytes, dtype=torch.uint8)
@@ -97,31 +96,31 @@ class PageStorage(ABC):
         return room
 
     def _register(self, room: torch.Tensor) -> None:
-        """Have the storage know memory that it reads and writes; nothing, where it need not."""
+        """Register memory that the storage reads and writes, if it requires that."""
         return None
 
     @abstractmethod
     def _read(self, key: str, room: torch.Tensor) -> bool:
-        """Read what is there into ``room``; whether anything is."""
+        """Read the stored object into ``room``; returns whether there is one."""
 
     @abstractmethod
     def _write(self, key: str, room: torch.Tensor) -> bool:
-        """Write ``room``; whether it is there now."""
+        """Write ``room``; returns whether it is stored now."""
 
     @abstractmethod
     def _remove(self, key: str) -> None:
-        """Remove what is there."""
+        """Remove the stored object."""
 
 
 class _WholeFiles(HiCacheFile):
-    """The engine's files, in a folder of one rank's. Each is written beside and renamed.
+    """The engine's files, in a folder of one rank. Each is written to a temporary file and renamed.
 
-    The engine's writes in place, and nothing where there is a file: a worker that is killed, or a full disk, would
-    leave a part of a page under its name for ever.
+    The engine writes in place, and skips a file that exists: a killed worker or a full disk would leave a partial
+    page under its name.
     """
 
     def __init__(self, folder: Path):
-        """Raises OSError where it can neither be found nor made."""
+        """Raises OSError if the folder can be neither found nor created."""
         self.file_path, self.config_suffix = str(folder), ""
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -153,7 +152,7 @@ class PagesInFiles(PageStorage):
         return bool(self._files.exists(key))
 
     def _read(self, key: str, room: torch.Tensor) -> bool:
-        # What is longer than a page is none, and so is what has gone meanwhile.
+        # A longer object is corrupt. A missing one may just have been removed.
         path = self._files._get_component_path(key)
         try:
             size = os.stat(path).st_size
@@ -165,18 +164,18 @@ class PagesInFiles(PageStorage):
         return self._files.set(key, room)
 
     def _remove(self, key: str) -> None:
-        # Another reader may have been faster.
+        # Another reader may have removed it already.
         Path(self._files._get_component_path(key)).unlink(missing_ok=True)
 
 
 class PagesInMooncake(PageStorage):
     """Pages in a Mooncake store, to which the engine's `MooncakeStore` connects. Each is one object.
 
-    Of the engine's own calls all errors are a page that is not there; the library's say which they are.
+    The engine's calls report every error as a missing page; the library's calls return a code.
     """
 
     def __init__(self, folder: str, page_bytes: int, options: Mapping[str, Any], tp_size: int):
-        """options: the engine's, of the extra config; where it says nothing its file's or variables count."""
+        """options: the engine's extra config; for those not given, the engine reads its file or variables."""
         from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 
         super().__init__(folder, page_bytes)
@@ -184,11 +183,11 @@ class PagesInMooncake(PageStorage):
             HiCacheStorageConfig(0, tp_size, 0, 1, True, False, True, None, extra_config=dict(options))
         )
         self.place, self._store = f"{engines.config.master_server_address}/{folder}", engines.store
-        # Kept for ever, as what is registered.
+        # Buffers are kept because they are registered.
         self._rooms: list[torch.Tensor] = []
 
     def _register(self, room: torch.Tensor) -> None:
-        self._done(self._store.register_buffer(room.data_ptr(), room.numel()), "registers no memory")
+        self._done(self._store.register_buffer(room.data_ptr(), room.numel()), "cannot register memory")
         self._rooms.append(room)
 
     @staticmethod
@@ -201,7 +200,7 @@ class PagesInMooncake(PageStorage):
 
     def exists(self, key: str) -> bool:
         code = self._store.is_exist(self._name(key))
-        self._done(code, "does not say what it has")
+        self._done(code, "cannot look up a page")
         return bool(code == 1)
 
     def _read(self, key: str, room: torch.Tensor) -> bool:
@@ -209,7 +208,7 @@ class PagesInMooncake(PageStorage):
         if length in _MISSING:
             return False
         if length != _LONGER:
-            self._done(length, "reads no page")
+            self._done(length, "cannot read a page")
         if length != room.numel():
             room[: HEADER.size] = 0
         return True
@@ -219,7 +218,7 @@ class PagesInMooncake(PageStorage):
             time.sleep(wait_s)
             code = self._store.put_from(self._name(key), room.data_ptr(), room.numel())
             if code != _NO_SPACE:
-                self._done(code, "writes no page")
+                self._done(code, "cannot write a page")
                 return True
         return False
 
@@ -232,7 +231,7 @@ def open_storage(
 ) -> PagesInFiles | PagesInMooncake:
     """The storage called ``name``. Raises ValueError.
 
-    options: the extra config, without what decode reads itself. tp_size: ranks that share what a worker gives to it.
+    options: the extra config without decode's own options. tp_size: ranks that share the memory a worker contributes.
     """
     try:
         if name == "mooncake":

@@ -1,11 +1,11 @@
-"""What requests wait for before their handshake counts as done: pages of their prompts that a storage has.
+"""Fetches: requests wait for pages of their prompt from a storage before their handshake counts as done.
 
-A request asks when it comes. In threads, the storage is asked how much it has of what host memory lacks, and that is
-read into host memory, where it enters the tree; from there on it is like all that has been saved there. The request
-waits no longer than its prompt allows, and goes on with what has come by then. Others pass it, but for those that want
-pages which it reads: they wait until it has ended, or until their own time is up.
+On arrival of a request, threads look up how much the storage has beyond host memory and read that into host memory,
+where it enters the tree like saved KV. The wait is bounded by the prompt's length; then the request goes on with the
+pages read so far. Other requests bypass it, except those that need pages it is reading: they wait until it has ended
+or until their own deadline.
 
-What the ranks could see differently (answers, what has come, time) takes effect in `advance`, after one reduction.
+Results that may differ between ranks (answers, pages read, time) take effect in `advance`, after one reduction.
 
 Upstream: none is known.
 """
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetch", "Fetches", "Limits", "read_pages"]
 
-# Part of host memory that may be read into at once.
+# Share of host memory that may be read into at once.
 LOADING_PART = 1 / 2
-# Requests that may wait at once; the others go without. It is part of the width of what TP ranks reduce.
+# Requests that may wait at once; others do not wait. Part of the width of the TP reduction.
 MOST_OPEN = 512
-# Requests for which one step begins to read.
+# Reads begun per step, at most.
 MOST_BEGUN = 8
-# How far a fetch is; of the ranks, the least counts. Late: it waits no longer.
+# Progress of a fetch; the minimum over ranks counts. LATE: past its deadline.
 LATE, UNDER_WAY, ENDED = range(3)
 
 
 class Limits(NamedTuple):
-    """threshold: tokens that are worth a fetch. base_s, per_ki_s: how long a request waits, and for 1024 tokens more.
+    """threshold: least tokens worth a fetch. base_s, per_ki_s: seconds to wait, and more per 1024 tokens.
 
     The engine's, with its defaults.
     """
@@ -54,12 +54,12 @@ class Limits(NamedTuple):
 
 @dataclass(eq=False)
 class Fetch:
-    """What one request waits for.
+    """The pending fetch of one request.
 
-    tokens: its prompt up to what can be reused, whole pages, as the tree's `keys_of`. held: how many of these host
-    memory had when it was asked, and before: what the last page of them is called; worth: how many must be found.
-    found: how many the storage has, from the start, 0 if too few, None while that is not known; the threads write that,
-    ``names`` of pages from ``held`` on, ``come`` (pages read) and ``ended``.
+    tokens: the reusable prompt in whole pages, as the tree's `keys_of`. held: tokens in host memory at the look-up.
+    before: name of the last page of these. worth: least tokens to find. found: tokens in the storage, from the
+    prompt's start; 0 if too few, None until known. Threads write ``found``, ``names`` (of pages from ``held`` on),
+    ``come`` (pages read) and ``ended``.
     """
 
     rid: str
@@ -72,8 +72,8 @@ class Fetch:
     deadline: float = 0.0
     found: int | None = None
     names: list[bytes] = field(default_factory=list)
-    # What all ranks have found; and from then on, when it is being read: how many tokens, the same on all ranks, where
-    # to, and behind which node, which is locked.
+    # Tokens that all ranks have found. While reading: tokens (the same on all ranks), slots, and the locked node
+    # below which they are inserted.
     agreed: int | None = None
     begun: int = 0
     above: TreeNode | None = None
@@ -81,10 +81,10 @@ class Fetch:
     slots: torch.Tensor | None = None
     come: int = 0
     ended: bool = False
-    # The pages that are being read; and who reads the first one that it lacks, for which it waits.
+    # Names of pages being read; the fetch that already reads its first page, for which it waits.
     reading: frozenset[bytes] = frozenset()
     reader: Fetch | None = None
-    # Nothing is written to its slots when it is closed.
+    # Guards its slots: nothing is written to them after `close`.
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
 
@@ -94,34 +94,34 @@ class Fetch:
 
     @property
     def follows(self) -> bool:
-        """Whether another one still reads what it waits for."""
+        """Whether it still waits for another fetch."""
         return self.reader is not None and not self.reader.closed
 
     def facts(self, is_late: bool) -> tuple[int, int]:
-        """What this rank knows: how far it is; and tokens found, or pages that have come. is_late: its time is up."""
+        """This rank's progress, and tokens found or pages read. is_late: past the deadline."""
         late = LATE if is_late else UNDER_WAY
         if self.loading:
-            # In this order: what has ended has come.
+            # In this order: `ended` is set after the last page is counted.
             return (ENDED if self.ended else late), self.come
         if self.agreed is None and self.found is not None:
             return ENDED, self.found
         return late, 0
 
     def names_of(self, start: int, tokens: int, page_size: int) -> list[bytes]:
-        """What the pages are called of so many tokens from ``start`` on, of those that were found."""
+        """Names of the found pages of ``tokens`` tokens from ``start`` on."""
         first = (start - self.held) // page_size
         return self.names[first : first + tokens // page_size]
 
     def close(self) -> None:
-        """Nothing more is written to its slots. Takes as long as a page is copied, at most."""
+        """Stop writes to its slots. Takes at most as long as the copy of a page."""
         with self.lock:
             self.closed = True
-        # Or each would keep all that came before it.
+        # Without this, each would keep all earlier ones alive.
         self.reader = None
 
 
 class Fetches:
-    """The fetches of one rank. Those under way are the same on all ranks, in the same order."""
+    """The fetches of one rank. Open fetches are the same on all ranks, in the same order."""
 
     def __init__(self, host: StoredHostTree, threads: StorageThreads, limits: Limits):
         self._host, self._threads, self.limits = host, threads, limits
@@ -130,15 +130,15 @@ class Fetches:
         self._least = max(limits.threshold, self._page)
         self.open: list[Fetch] = []
         self._waited_for: dict[str, Fetch] = {}
-        # Which tokens of its prompt were fetched for a request that waits.
+        # Range of prompt tokens fetched, by rid of the waiting request.
         self.brought: dict[str, tuple[int, int]] = {}
 
     # ---- requests ----
 
     def ask(self, rid: str, watch: Watch | None, host_watch: Watch | None, num_tokens: int) -> None:
-        """Have the request ``rid`` wait for what the storage has, and neither tree, of a prompt of so many tokens.
+        """Fetch what the storage has, and neither tree, of the prompt of ``rid`` with ``num_tokens`` tokens.
 
-        watch, host_watch: of the prompt, in the device's tree and in host memory's. All ranks open the same.
+        watch, host_watch: of the prompt, in the device's and the host tree. All ranks open the same fetches.
         """
         if num_tokens < self._least or len(self.open) >= MOST_OPEN or rid in self._waited_for:
             return
@@ -149,7 +149,7 @@ class Fetches:
         self._waited_for[rid] = fetch
 
     def _put(self, fetch: Fetch, watch: Watch, host_watch: Watch) -> bool:
-        """Put the question; returns whether there was one."""
+        """Start the look-up; returns False if none is worthwhile."""
         page = self._page
         fetch.tokens = host_watch.token_ids[: len(host_watch.token_ids) // page * page]
         fetch.held, fetch.before = host_watch.length, self._host.name_at(host_watch)
@@ -163,11 +163,11 @@ class Fetches:
         return True
 
     def is_done(self, rid: str) -> bool:
-        """Whether ``rid`` waits for nothing."""
+        """Whether ``rid`` has no pending fetch."""
         return rid not in self._waited_for
 
     def leave(self, rid: str) -> None:
-        """``rid`` has been admitted or is gone; on all ranks in the same step."""
+        """``rid`` was admitted or has ended; called on all ranks in the same step."""
         self.brought.pop(rid, None)
         fetch = self._waited_for.get(rid)
         if fetch is not None:
@@ -175,17 +175,16 @@ class Fetches:
 
     @property
     def loading_tokens(self) -> int:
-        """Tokens of host memory that are being read into."""
+        """Tokens of host memory being read into."""
         return sum(len(one.slots) for one in self.open if one.slots is not None)
 
     def locked(self) -> list[TreeNode]:
-        """The nodes of host memory's tree that fetches have locked."""
         return [fetch.above for fetch in self.open if fetch.above is not None]
 
     # ---- a step ----
 
     def advance(self, group: Any, alone: bool) -> None:
-        """Take note of what has been found and read, with the other ranks of ``group``. Once in a step, on all."""
+        """Apply what was found and read, agreed with the other ranks of ``group``. Once per step on all ranks."""
         if not self.open:
             return
         now, watched = time.monotonic(), self.open[:]
@@ -211,7 +210,7 @@ class Fetches:
             self._close(fetch, 0)
 
     def _note_late(self, answered: bool) -> None:
-        """Where nothing has come it is left alone for a while, or each request would wait as long for nothing."""
+        """Pauses the storage if nothing was read; otherwise each request would wait as long for nothing."""
         self._threads.counters.late += 1
         if not answered:
             self._threads.reading.came("it has not answered in time")
@@ -224,7 +223,7 @@ class Fetches:
         self._close(fetch, pages)
 
     def _read_next(self, fetch: Fetch) -> bool:
-        """Begin to read what was found, as far as there is room, or let its request go on. Whether others may, too."""
+        """Begin to read what was found, as space allows, or end the fetch. Returns whether others may begin too."""
         assert fetch.agreed is not None and fetch.host_watch is not None and fetch.watch is not None
         held, on_device = fetch.host_watch.length, fetch.watch.length
         if held < fetch.held or fetch.agreed - max(held, on_device) < self._least:
@@ -235,7 +234,7 @@ class Fetches:
             return True
         room = self._most - sum(one.begun for one in self.open)
         if room < self._page:
-            # It waits for others to end.
+            # It waits until other fetches end.
             return False
         host, locked = self._host, fetch.host_watch.peek().evictable
         free = (host.pool.available_size() + host.evictable_size() - locked) // self._page * self._page
@@ -245,15 +244,14 @@ class Fetches:
             return True
         fits = tokens <= host.pool.available_size()
         self._begin(fetch, held, tokens)
-        # One eviction is enough for a step.
+        # One eviction per step.
         return fits
 
     def _reader(self, name: bytes) -> Fetch | None:
-        """Who reads the page of that name."""
         return next((one for one in self.open if name in one.reading), None)
 
     def _begin(self, fetch: Fetch, held: int, tokens: int) -> None:
-        """Read so many tokens behind the ``held`` ones. What raises ends the worker, on all ranks alike."""
+        """Read ``tokens`` tokens behind the ``held`` ones. An exception ends the worker, on all ranks alike."""
         assert fetch.host_watch is not None
         host = self._host
         fetch.begun, fetch.start = tokens, held
@@ -263,7 +261,7 @@ class Fetches:
             host.evict_shortfall(short)
         slots = host.pool.alloc(tokens)
         if slots is None:
-            raise RuntimeError(f"{tokens} tokens of host memory are missing")
+            raise RuntimeError(f"cannot allocate {tokens} tokens of host memory")
         fetch.slots = slots
         names = fetch.names_of(held, tokens, self._page)
         fetch.reading = frozenset(names)
@@ -271,12 +269,12 @@ class Fetches:
         self._threads.read(lambda buffer: read_pages(fetch, self._threads, names, pages, buffer))
 
     def give_up(self) -> None:
-        """It is used no more: the requests that wait go on."""
+        """Close all fetches: the storage is stopped, and waiting requests go on."""
         for fetch in self.open[:]:
             self._close(fetch, 0)
 
     def forget(self) -> None:
-        """Host memory is about to be emptied."""
+        """Host memory is about to be cleared."""
         for fetch in self.open:
             fetch.close()
         self.open.clear()
@@ -284,28 +282,28 @@ class Fetches:
         self.brought.clear()
 
     def _close(self, fetch: Fetch, pages: int) -> None:
-        """Its request goes on, with so many pages of what was read. Nothing more is written to its slots."""
+        """End the fetch and keep ``pages`` of the pages read. Nothing more is written to its slots."""
         fetch.close()
         self.open.remove(fetch)
         del self._waited_for[fetch.rid]
         if fetch.slots is not None:
             if pages:
                 self._enter(fetch, pages)
-            # What has not come.
+            # Pages not read.
             self._free(fetch.slots[pages * self._page :])
         if fetch.above is not None:
             self._host.dec_lock_ref(fetch.above)
-        # Its look-up may wait for a storage that hangs.
+        # A look-up in a hung storage may keep the fetch alive.
         fetch.tokens, fetch.names = (), []
 
     def _enter(self, fetch: Fetch, pages: int) -> None:
-        """Put so many pages of what has been read, or those that are there already, into the tree of host memory."""
+        """Insert the first ``pages`` pages read into the host tree, except those it has by now."""
         assert fetch.slots is not None and fetch.above is not None and fetch.host_watch is not None
         end = pages * self._page
         slots, come = fetch.slots[:end], fetch.tokens[fetch.start : fetch.start + end]
         key = RadixKey(come, fetch.host_watch.extra_key, is_bigram=self._host.is_eagle)
         known, _ = self._host.insert_fetched(fetch.above, key, slots)
-        # What came another way meanwhile.
+        # Inserted by others meanwhile.
         self._free(slots[:known])
         self._threads.counters.fetched += end
 
@@ -315,7 +313,7 @@ class Fetches:
 
 
 def _least(facts: list[int], group: Any, alone: bool) -> list[int]:
-    """The least of each over the ranks."""
+    """Minimum of each over the ranks."""
     if alone:
         return facts
     reduced = torch.tensor(facts, dtype=torch.int64)
@@ -327,9 +325,9 @@ def _least(facts: list[int], group: Any, alone: bool) -> list[int]:
 
 
 def look(fetch: Fetch, threads: StorageThreads, page_size: int) -> None:
-    """Find out how many pages the storage has behind what is held; by halving, since they came in order.
+    """Count the pages the storage has behind ``held``, by bisection: pages are written in order.
 
-    Without the first there is nothing to read, and no room to be made: others may have removed what was written first.
+    Without the first page nothing can be read, so it is checked first: it may have been removed before later ones.
     """
     found = 0
     try:
@@ -340,7 +338,7 @@ def look(fetch: Fetch, threads: StorageThreads, page_size: int) -> None:
                 low = middle
             else:
                 high = middle - 1
-            # Behind the first the last: most often there is all of it, or nothing.
+            # After the first the last: usually all or none are stored.
             middle = high if high == len(names) else (low + high + 1) // 2
         fetch.names, tokens = names, fetch.held + low * page_size
         found = tokens if tokens >= fetch.worth else 0
@@ -351,7 +349,7 @@ def look(fetch: Fetch, threads: StorageThreads, page_size: int) -> None:
 def read_pages(
     fetch: Fetch, threads: StorageThreads, names: Sequence[bytes], pages: Sequence[int], buffer: torch.Tensor
 ) -> None:
-    """Read pages into host memory, until one is not there, or nobody waits any more. buffer: room for one."""
+    """Read pages into host memory until one is missing or the fetch is closed. buffer: for one page."""
     try:
         for name, page in zip(names, pages, strict=True):
             if fetch.closed or threads.files.get(name.hex(), buffer) is None:
@@ -364,7 +362,7 @@ def read_pages(
 
 
 def _take_in(fetch: Fetch, threads: StorageThreads, page: int, buffer: torch.Tensor) -> bool:
-    """Put what was read into a page of host memory; returns whether that is still the fetch's."""
+    """Copy the buffer into a page of host memory; returns False if the fetch is closed."""
     with fetch.lock:
         if fetch.closed:
             return False

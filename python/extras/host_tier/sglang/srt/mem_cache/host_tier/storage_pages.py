@@ -1,4 +1,4 @@
-"""Bytes of pages in host memory, as they are stored: of the model's pool, and behind it of its draft's.
+"""Bytes of pages in host memory as they are stored: the model's pool, then its draft's.
 
 Upstream: none is known.
 """
@@ -16,14 +16,13 @@ __all__ = ["HostPages"]
 
 
 class HostPages:
-    """The pages of the pools in host memory of one rank; and how often each has been given away.
+    """Pages of one rank's host pools, and how often each was freed.
 
-    A page is read without a lock, by a thread that then looks whether it has been given away meanwhile: what is in
-    host memory is never kept there for a storage.
+    Pages are not kept in host memory for a storage: a thread reads without a lock, then checks the count.
     """
 
     def __init__(self, pools: Sequence[Any], page_size: int):
-        """pools: the engine's, of one number of slots."""
+        """pools: the engine's, with equal numbers of slots."""
         self._pools, self.page_size = pools, page_size
         self._sizes = [self._bytes(pool.get_data_page(0)).numel() for pool in pools]
         self.page_bytes = sum(self._sizes)
@@ -35,26 +34,26 @@ class HostPages:
 
     @property
     def shared(self) -> bool:
-        """Whether all TP ranks have the same in them (MLA)."""
+        """Whether the pages are equal on all TP ranks (MLA)."""
         return all(isinstance(pool, MLATokenToKVPoolHost) for pool in self._pools)
 
     def made_of(self) -> list[object]:
-        """What a page is made of: for each pool its class, layout, number format and shape."""
+        """Format of a page: for each pool its class, layout, dtype and shape."""
         return [
             (type(pool).__name__, pool.layout, str(pool.dtype), tuple(pool.get_data_page(0, flat=False).shape))
             for pool in self._pools
         ]
 
     def buffer(self) -> torch.Tensor:
-        """Room for a page, uint8."""
+        """A buffer for one page, uint8."""
         return torch.empty(self.page_bytes, dtype=torch.uint8)
 
     def numbers(self, slots: torch.Tensor) -> np.ndarray:
-        """The pages of ``slots``, int64 on the CPU, whole pages."""
+        """Page numbers of ``slots`` (int64 on the CPU, whole pages)."""
         return slots[:: self.page_size].numpy() // self.page_size
 
     def note_given_away(self, slots: torch.Tensor) -> None:
-        """These slots belong to nobody any more."""
+        """Count ``slots`` as freed."""
         self.given_away[self.numbers(slots)] += 1
 
     def read(self, page: int, buffer: torch.Tensor) -> None:

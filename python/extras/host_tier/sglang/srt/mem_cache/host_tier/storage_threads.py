@@ -1,4 +1,4 @@
-"""Threads that read from a storage and write to it, for one rank. Whatever it does, the scheduler waits for none.
+"""Threads of one rank that read from a storage and write to it. The scheduler never waits for them.
 
 Upstream: none is known.
 """
@@ -22,9 +22,9 @@ __all__ = ["Counters", "StorageThreads"]
 
 logger = logging.getLogger(__name__)
 
-# Look-ups have threads of their own: behind long reads they would take as long as these.
+# Look-ups have their own threads: behind long reads they would take as long as those.
 READERS, LOOKERS = 4, 2
-# After an error, or an answer that came too late, it is left alone so long.
+# After an error or a late answer the storage is not called for so many seconds.
 PAUSE_S = 5.0
 
 
@@ -32,9 +32,9 @@ PAUSE_S = 5.0
 class Counters:
     """Tokens since the start.
 
-    fetched: put into host memory. written; known: that it had already; dropped: not written since they had left host
-    memory, it was full, or it was left alone after an error; failed: an error came. What is tried again counts again.
-    late: requests that waited no longer for it.
+    fetched: put into host memory. written. known: already stored. dropped: not written, because they had left host
+    memory, the storage was full or it paused after an error. failed: an error occurred. A retry counts again.
+    late: requests that stopped waiting.
     """
 
     fetched: int = 0
@@ -46,7 +46,7 @@ class Counters:
 
 
 class Trouble:
-    """Errors of one kind of call: told once until one has worked again, and no call for a while after each."""
+    """Errors of one kind of call: logged once until a call works again; each pauses these calls for ``PAUSE_S``."""
 
     def __init__(self, doing: str, name: str):
         self._doing, self._name = doing, name
@@ -57,12 +57,11 @@ class Trouble:
         return time.monotonic() < self._until
 
     def came(self, error: object) -> None:
-        """A call has failed."""
         self._until = time.monotonic() + PAUSE_S
         if not self._told:
             self._told = True
             logger.warning(
-                "%s the storage of KV (%s) fails: %s. Requests go on without it; it is tried again every %g s.",
+                "%s the KV storage (%s) fails: %s. Requests continue without it; retried every %g s.",
                 self._doing,
                 self._name,
                 error,
@@ -70,21 +69,20 @@ class Trouble:
             )
 
     def ended(self) -> None:
-        """A call has worked."""
         if self._told:
             self._told = False
-            logger.info("%s the storage of KV (%s) works again.", self._doing, self._name)
+            logger.info("%s the KV storage (%s) works again.", self._doing, self._name)
 
 
 class Crew:
-    """Threads that do one kind of calls, in the order of their coming, each with what it needs for that."""
+    """Threads for one kind of call, run in order of arrival; each thread passes its own arguments."""
 
     def __init__(self, trouble: Trouble) -> None:
         self.queue: queue.Queue[Callable[..., None] | None] = queue.Queue()
         self._trouble, self._size = trouble, 0
 
     def hire(self, start: Callable[[str, Callable[[], None]], None], name: str, *needs: Any) -> None:
-        """Have one thread more, which ``start`` starts; what it runs gets ``needs``."""
+        """Add a thread, which ``start`` starts; calls get ``needs`` as arguments."""
         self._size += 1
         start(f"kv-storage-{name}-{self._size}", lambda: self._work(*needs))
 
@@ -97,16 +95,16 @@ class Crew:
             self.queue.task_done()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """End the threads after the calls in the queue."""
         for _ in range(self._size):
             self.queue.put(None)
 
 
 class StorageThreads:
-    """Runs what is handed over: look-ups in some threads, reads in others, and writes in one."""
+    """Runs look-ups, reads and writes in separate threads; writes in one."""
 
     def __init__(self, files: PageStorage, pages: HostPages, name: str):
-        """name: in messages."""
+        """name: the storage's, for messages."""
         self.files, self.pages, self.counters = files, pages, Counters()
         self.reading, self.writing = Trouble("Reading from", name), Trouble("Writing to", name)
         self._looks, self._reads, self._writes = Crew(self.reading), Crew(self.reading), Crew(self.writing)
@@ -121,18 +119,16 @@ class StorageThreads:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def look(self, run: Callable[[], None]) -> None:
-        """Run in a thread for look-ups."""
         self._looks.queue.put(run)
 
     def read(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Run in a thread for reads, with room for a page."""
+        """Run in a read thread, with its page buffer."""
         self._reads.queue.put(run)
 
     def write(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Run behind what was handed over before, with room for a page."""
+        """Run after all earlier writes, with a page buffer."""
         self._writes.queue.put(run)
 
     def close(self) -> None:
-        """Begin nothing more."""
         for crew in self._looks, self._reads, self._writes:
             crew.close()

@@ -1,4 +1,4 @@
-"""The tree over host memory with a storage below it: each node knows what its pages are called there.
+"""The tree over host memory with a storage below it: each node has the names of its pages.
 
 Upstream: none is known.
 """
@@ -22,17 +22,17 @@ __all__ = ["StoredHostTree"]
 
 
 class StoredHostTree(HostTree):
-    """Has what enters it written, and tells of what leaves it."""
+    """Writes new nodes to the storage, and counts freed slots."""
 
-    # From when a storage is used until it is no more.
+    # None before a storage is attached and after it is stopped.
     writes: Writes | None = None
-    # Told of slots that are given away.
+    # Counts freed slots.
     pages: Any = None
-    # Whether what enters the tree now comes from the storage.
+    # Whether the current insertion comes from the storage.
     inserts_fetched = False
 
     def insert_fetched(self, node: TreeNode, key: RadixKey, slots: torch.Tensor) -> tuple[int, TreeNode]:
-        """As `insert_below`, of what the storage has."""
+        """`insert_below` for pages read from the storage."""
         self.inserts_fetched = True
         try:
             return insert_below(self, node, key, slots)
@@ -40,13 +40,13 @@ class StoredHostTree(HostTree):
             self.inserts_fetched = False
 
     def name_at(self, watch: Watch) -> bytes:
-        """What the page is called behind which ``watch`` lacks something."""
+        """Name of the last page of ``watch``'s prefix, to which the next page's name refers."""
         if watch.node is self.root_node:
             return first_hash(watch.extra_key)
         return watch.node.page_names[watch.in_last // self.page_size - 1]
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """A new leaf gets its names, and is written with what is missing above it."""
+        """Names a new leaf and writes it, along with ancestors that are not stored."""
         super()._record_store_event(node)
         if self.writes is None:
             return
@@ -59,7 +59,7 @@ class StoredHostTree(HostTree):
                 one.write = self.writes.add(one.page_names, one.value)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        """Names are divided; a write is of both parts."""
+        """Divides the names; both parts share the write."""
         upper = super()._split_node(key, child, split_len)
         if hasattr(child, "page_names"):
             split_names(upper, child, self.page_size)
@@ -67,7 +67,7 @@ class StoredHostTree(HostTree):
         return upper
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """Its slots will be others'."""
+        """Counts the freed slots."""
         super()._delete_leaf(node)
         if self.pages is not None:
             self.pages.note_given_away(node.value)

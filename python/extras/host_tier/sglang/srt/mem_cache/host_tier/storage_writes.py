@@ -1,7 +1,7 @@
-"""What has come into host memory is written to a storage, once: in a thread, which holds nothing of host memory.
+"""Writes pages of host memory to a storage, once each, in a thread that locks nothing.
 
-It reads a page, and then looks whether the page has been given away meanwhile. So an eviction waits for no storage,
-and TP ranks, whose storages are not equally fast, hold the same.
+After reading a page the thread checks that it was not freed meanwhile. So evictions do not wait for the storage, and
+TP ranks hold the same pages although their storages differ in speed.
 
 Upstream: none is known.
 """
@@ -23,37 +23,37 @@ __all__ = ["Write", "Writes"]
 
 @dataclass(eq=False)
 class Write:
-    """Pages that are written, or are there already; and whether one of them is not there all the same."""
+    """Pages handed over for writing; lost: at least one of them is not stored."""
 
     lost: bool = False
 
 
 class Writes:
-    """The writes of one rank. Tokens that wait are bounded; what comes beyond that is dropped."""
+    """Writes of one rank. Pending tokens are bounded; writes beyond the bound are dropped."""
 
     def __init__(self, threads: StorageThreads, most_tokens: int, enabled: bool):
-        """enabled: False where another rank writes for this one."""
+        """enabled: False if another rank writes for this one."""
         self._threads, self._pages = threads, threads.pages
         self._most, self.enabled = most_tokens, enabled
-        # Tokens that wait, written by two threads: what was handed over, and what has been seen to.
+        # Pending tokens as two counters, one per thread: handed over, and processed.
         self._handed = self._seen = 0
-        # Tokens that were not even handed over.
+        # Tokens dropped before they were handed over.
         self._refused = 0
-        # Advanced when what waits must not be written any more.
+        # Increased to cancel pending writes.
         self._epoch = 0
 
     @property
     def waiting(self) -> int:
-        """Tokens."""
+        """Pending tokens."""
         return self._handed - self._seen
 
     @property
     def dropped(self) -> int:
-        """Tokens since the start that were not written, nor were there."""
+        """Tokens since the start that were neither written nor stored already."""
         return self._refused + self._threads.counters.dropped
 
     def add(self, names: Sequence[bytes], slots: torch.Tensor) -> Write:
-        """Write the pages of ``slots``, int64 on the CPU, in their order."""
+        """Write the pages of ``slots`` (int64 on the CPU) in order."""
         write, tokens = Write(), len(slots)
         if not self.enabled:
             return write
@@ -68,7 +68,7 @@ class Writes:
         return write
 
     def forget(self) -> None:
-        """Nothing that waits is written."""
+        """Cancel pending writes."""
         self._epoch += 1
 
     def _run(
@@ -88,7 +88,7 @@ class Writes:
                     break
                 counted = self._write_one(name.hex(), int(page), int(times), buffer)
                 if counted == "dropped":
-                    # Nobody could use what comes behind it.
+                    # Later pages are unusable without this one.
                     break
                 setattr(counters, counted, getattr(counters, counted) + page_size)
                 left -= page_size
@@ -102,7 +102,7 @@ class Writes:
             self._seen += len(names) * page_size
 
     def _write_one(self, key: str, page: int, given_away: int, buffer: torch.Tensor) -> str:
-        """What became of it, as a counter is called."""
+        """Returns the name of the counter that the page belongs to."""
         files = self._threads.files
         if files.exists(key):
             return "known"

@@ -1,6 +1,6 @@
-"""What is refused with host memory below decode's tree, as rows of `cache_support.py` from when this is imported.
+"""Combinations with host memory that are refused, as rules added to `cache_support.py` on import.
 
-Upstream: none: it names what has been verified here.
+Upstream: none; the rules name what was verified here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["STORAGES"]
 
 OPTION = "--enable-hierarchical-cache"
-# The engine's storage backends that may be below a host tier.
+# The engine's storage backends that are supported below host memory.
 STORAGES = ("file", "mooncake")
 
 
 def _host_tier(name: str, used: Callable[[ServerArgs], object]) -> Rule:
-    """What is refused with KV in host memory."""
+    """A rule that refuses host memory with ``name``."""
     return Rule(f"{OPTION} with {name}", lambda args: args.enable_hierarchical_cache and used(args))
 
 
@@ -45,6 +45,6 @@ for kind in kinds_with("linear attention"):
 STORAGE = _host_tier("--hicache-storage-backend", lambda args: args.hicache_storage_backend is not None)
 for kind in kinds_with("sliding windows"):
     replace(kind, OPTION, switch(OPTION), STORAGE)
-# The engine's storages get no index keys.
+# The engine's storages do not store index keys.
 for kind in kinds_with("sparse attention"):
     replace(kind, OPTION, STORAGE)

@@ -1,9 +1,9 @@
-"""What a decode worker keeps in host memory of what its tree has evicted, and how a request gets it back.
+"""HiCache L2 of a decode worker: saves the tree's KV to host memory and loads it back for requests.
 
-To admission, host memory is one more writer of a request's own pages: all that lies beyond what the tree holds is
-allocated for it as ever; what host memory has of that is copied there while prefill, which is asked for the rest,
-computes and sends it. Its commit waits for both. What is counted on is locked from before anything is allocated until
-the request is committed, or has failed and its copy is over, so a promise to a prefill is always kept.
+Admission allocates all of a prompt beyond the tree's prefix, as without host memory. The part found in host memory is
+copied there while prefill computes and sends the rest; the commit waits for both. That part is locked in host memory
+before anything is allocated, until the request is committed, or has failed and its copy has ended. So a prefix that
+prefill was promised is never evicted.
 
 Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
@@ -36,32 +36,30 @@ __all__ = ["HostTier", "Load", "add_host_tier"]
 
 logger = logging.getLogger(__name__)
 
-# By the engine's write policy: after how many uses what is in the tree is saved. A request uses its prompt twice, when
-# that is committed and when it ends, so this is what another request has used too.
+# Uses after which a node is saved, by the engine's write policy. A request uses its prompt twice, at its commit and at
+# its end, so a third use is by another request.
 HITS = {"write_through": 1, "write_through_selective": 3}
-# Never written to.
+# Never written.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 
 
 class Load:
-    """What a request counts on in host memory: locked there, and copied to pages of its own.
+    """The part of a prompt that a request loads from host memory: locked there, copied to its own pages.
 
-    start, end: the tokens of its prompt that are copied. known: whether a prefill has, or had, what ends there.
+    start, end: the tokens of the prompt that are copied. known: whether a prefill has, or had, the prefix.
     """
 
     def __init__(self, slots: torch.Tensor, node: TreeNode, start: int, generation: int):
-        """slots: in host memory, of the tokens from the prompt's start. node: of the tree there, locked."""
+        """slots: in host memory, from the prompt's start. node: the last one of the prefix there, locked."""
         self.slots, self.node, self.generation = slots, node, generation
         self.start, self.end = start, len(slots)
         self.known = is_known(node)
         self.copy: Copy | None = None
 
     def done(self) -> bool:
-        """Whether nothing is being copied for it."""
         return self.copy is None or self.copy.done()
 
     def wait(self) -> None:
-        """Wait until nothing is."""
         if self.copy is not None:
             self.copy.wait()
 
@@ -73,17 +71,17 @@ class HostTier(tier.Tier):
         """host: the tree over host memory. hits: see `Saves`."""
         self.tree, self.host, self.memory = tree, host, memory
         self.saves = Saves(tree, host, memory, hits)
-        # What is below it, if anything is.
+        # The storage (L3) below it, if there is one.
         self.storage: HostStorage | None = None
-        # Tokens since the start that were copied back.
+        # Tokens loaded since the start.
         self.loaded_tokens = 0
 
     @property
     def busy(self) -> bool:
-        """Whether something is being saved, or soon will be, or a request waits for a storage."""
+        """Whether saves are running or pending, or a request waits for a storage."""
         return self.saves.busy or (self.storage is not None and self.storage.busy)
 
-    # ---- what requests ask ----
+    # ---- requests ----
 
     def fetch(self, req: Req, entry: QueueEntry) -> None:
         if self.storage is not None:
@@ -112,7 +110,7 @@ class HostTier(tier.Tier):
         return found if found.length > held else NOTHING
 
     def lock(self, found: PrefixPeek, held: int, priority: int) -> Load:
-        """To the eviction policy a request of that priority has used it."""
+        """Locks ``found`` and counts a use of this priority for the eviction policy."""
         parts, node = self.host.lock_prefix(found)
         self.host.count_use(node)
         self.host.raise_priority(node, priority)
@@ -133,7 +131,7 @@ class HostTier(tier.Tier):
     # ---- a step ----
 
     def begin_step(self, group: Any, alone: bool) -> Sequence[Any]:
-        """Takes in what a storage has brought, too."""
+        """Adds pages that a storage has fetched."""
         if self.storage is not None:
             self.storage.advance(group, alone)
         self.saves.start()
@@ -145,11 +143,11 @@ class HostTier(tier.Tier):
     # ---- figures ----
 
     def figures(self) -> list[int]:
-        """Free and evictable tokens of host memory, and saves under way."""
+        """Free and evictable tokens of host memory, and running saves."""
         return [self.host.pool.available_size(), self.host.evictable_size(), len(self.saves.under_way)]
 
     def cached_details(self, req: Req) -> dict[str, int]:
-        # Of the decode prefix; and of these, those that were fetched for this request.
+        # Loaded tokens of the decode prefix; of these, those fetched for this request.
         details = {"decode_host": req.from_host}
         if self.storage is not None:
             details["decode_storage"] = req.from_storage
@@ -162,7 +160,7 @@ class HostTier(tier.Tier):
         return {"host": (self.host.pool_size, self.host.pool.available_size())}
 
     def report(self) -> dict[str, Any]:
-        """Tokens of host memory, and of what has been copied since the start."""
+        """Tokens in host memory, and tokens copied since the start."""
         host, saves = self.host, self.saves
         return {
             "size": host.pool_size,
@@ -180,7 +178,7 @@ class HostTier(tier.Tier):
     def faults(self) -> list[str]:
         faults = [f"host memory: {fault}" for fault in self.host.audit([])]
         unheld = self.host.pool_size - self.host.pool.available_size() - self.host.evictable_size()
-        return [*faults, f"host memory: nobody holds {unheld} tokens"] if unheld else faults
+        return [*faults, f"host memory: {unheld} tokens are neither free nor in the tree"] if unheld else faults
 
     # ---- ends ----
 
@@ -189,7 +187,7 @@ class HostTier(tier.Tier):
         return self.saves.release_device()
 
     def stop(self) -> None:
-        """Host memory is emptied by the flush."""
+        """Stops the storage; the flush clears host memory."""
         if self.storage is not None:
             self.storage.stop()
 
@@ -197,7 +195,7 @@ class HostTier(tier.Tier):
         self.memory.wait()
 
     def on_reset(self) -> None:
-        """The device's tree is reset: so is this one, when all copies have ended."""
+        """Clears host memory with the device's tree, after all copies have ended."""
         self.memory.wait()
         self.saves.forget()
         if self.storage is not None:
@@ -213,13 +211,13 @@ def add_host_tier(
     draft_pool: Any = None,
     host_class: type[HostTree] = HostTree,
 ) -> None:
-    """Put host memory, as the engine's options say, below an empty ``tree``. Raises ValueError.
+    """Put host memory, sized by the engine's options, below an empty ``tree``. Raises ValueError.
 
-    forward_stream: of the steps of the model; None on a CPU host. draft_pool: KV of the draft model, if there is one.
+    forward_stream: of the model's steps; None on a CPU host. draft_pool: KV of the draft model, if there is one.
     host_class: of the tree over host memory.
     """
     kvcache = kv_pool_of(tree.token_to_kv_pool_allocator.get_kvcache())
-    # At the same slots. Where the draft is a part of the model, its pool may be one of layers with KV too.
+    # The draft uses the same slots. A draft inside the model may have a hybrid pool too.
     drafts = [] if draft_pool is None else [kv_pool_of(draft_pool)]
     for one in kvcache, *drafts:
         check_pool(one)
@@ -227,11 +225,11 @@ def add_host_tier(
     pool = host_pool(kvcache, args, tree.page_size)
     pools = [(kvcache, pool), *((one, host_pool(one, args, tree.page_size, pool.size)) for one in drafts)]
     memory = HostMemory(pools, args.hicache_io_backend, forward_stream)
-    # The engine's allocators never give the first page away.
+    # The engine's allocators never use the first page.
     host = host_tree(tree, pool.size - tree.page_size, host_class)
     tree.attach(HostTier(tree, host, memory, HITS[args.hicache_write_policy]))
     logger.info(
-        "Decode keeps %d tokens in host memory, %.2f GB of this rank, below the %d of its pool.",
+        "Decode keeps %d tokens in host memory (%.2f GB on this rank), below the KV pool of %d tokens.",
         host.pool_size,
         sum(one.size * one.size_per_token for _, one in pools) / 1e9,
         tree.pool_size,
@@ -245,12 +243,12 @@ def kv_bytes(pool: Any) -> int:
 
 
 def check_size(args: ServerArgs, pool: Any) -> None:
-    """Raise ValueError where host memory would hold no more than ``pool``; the engine only asserts it."""
+    """Raise ValueError if host memory is no larger than ``pool``; the engine only asserts this."""
     if not args.hicache_size:
         return
     size = kv_bytes(pool) / 1e9
     if args.hicache_size <= size:
         raise ValueError(
-            f"--hicache-size is {args.hicache_size} GB for each rank, and the KV pool of one on the device takes "
-            f"{size:.2f} GB: give more than that, or a smaller --max-total-tokens."
+            f"--hicache-size is {args.hicache_size} GB per rank, but the KV pool of a rank takes "
+            f"{size:.2f} GB. Increase it, or reduce --max-total-tokens."
         )

@@ -1,7 +1,7 @@
-"""The tree of a decode worker whose KV is kept in host memory too, and the tree over host memory.
+"""The decode tree of a worker with host memory, and the tree over host memory.
 
-They are of one class, so that host memory too knows what queued requests match, evicts that last, and splits a leaf
-where only a part of it has to go. What the device's tree evicts stays in the other one.
+Both have one class, so that host memory too knows what queued requests match, evicts that last, and splits a leaf
+to evict a part of it. Nodes evicted from the device's tree stay in the host tree.
 
 Upstream: none is known that keeps a promise to prefill; sgl-project/sglang#30322 tells of a later release's that fails.
 """
@@ -25,27 +25,27 @@ __all__ = ["HostTierRadixCache", "HostTree", "host_tree", "is_in", "path_to"]
 
 
 def is_in(tree: DecodeRadixCache, node: TreeNode) -> bool:
-    """Whether a node, not the root, is still where its parent has it."""
+    """Whether a node (not the root) is still linked from its parent."""
     return node.parent.children.get(tree.get_child_key_fn(node.key)) is node
 
 
 class HostTree(DecodeRadixCache):
     """The tree over host memory.
 
-    Its KV events are told with those of the device's tree, in their order, and name host memory as their medium.
+    Its KV events go into the device tree's event queue, in order, with host memory as their medium.
     """
 
-    # Of the device's tree.
+    # The device tree's queue.
     events: Callable[[], list[Any]] = list
 
     def raise_priority(self, node: TreeNode, priority: int) -> None:
-        """What ends with ``node`` is of this priority at least. No node's is above that of the one that it follows."""
+        """Raise ``node`` and its ancestors to this priority; a node's priority is never above its parent's."""
         while node is not self.root_node and node.priority < priority:
             node.priority = priority
             node = node.parent
 
     def count_use(self, node: TreeNode) -> None:
-        """A request uses what ends with ``node``: a policy by use hears of it also where nothing is inserted."""
+        """Count a use of the path to ``node`` for the eviction policy, also where nothing is inserted."""
         for used in path_to(self, node):
             self._inc_hit_count(used)
 
@@ -58,7 +58,7 @@ class HostTree(DecodeRadixCache):
         self._tell_events()
 
     def _record_all_cleared_event(self) -> None:
-        """It is cleared with the device's tree, whose event is of both."""
+        """No event: the tree is cleared with the device's tree, whose event covers both."""
 
     def _tell_events(self) -> None:
         events = self.take_events()
@@ -69,7 +69,7 @@ class HostTree(DecodeRadixCache):
 
 
 def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree) -> HostTree:
-    """A tree of this kind over ``size`` slots in host memory, from the second page on; for what ``tree`` has held."""
+    """A tree over ``size`` slots of host memory, with the parameters of ``tree``. The first page is not used."""
     page, dtype = tree.page_size, tree.pool.dtype
     if page == 1:
         slots: Any = TokenToKVPoolAllocator(size, dtype, "cpu", None, need_sort=False)
@@ -91,14 +91,14 @@ def host_tree(tree: DecodeRadixCache, size: int, kind: type[HostTree] = HostTree
 
 
 class HostTierRadixCache(SavingTree, DecodeRadixCache):
-    """The decode tree of a worker with a host tier."""
+    """The decode tree of a worker with host memory."""
 
     def attach(self, tier: HostTier) -> None:
-        """Begin to save; the tree must be empty."""
+        """Start saving; the tree must be empty."""
         self.tier, self.saves = tier, tier.saves
 
     def reset(self) -> None:
-        """Resets both trees, when copies have ended."""
+        """Resets both trees after running copies have ended."""
         if self.saves is not None:
             self.tier.on_reset()
         super().reset()

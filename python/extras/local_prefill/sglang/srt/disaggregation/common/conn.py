@@ -1,4 +1,4 @@
-"""Which prefills drop what is computed here, and on which devices a prefill computes.
+"""Prefills' support for cancelling requests, and the devices of their ranks.
 
 Upstream: none is known.
 """
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager"]
 
-# What a prefill says: it drops a request whose prompt decode computes, and which devices its ranks compute on. And by
-# which name a rank says its own.
+# Capabilities of a prefill: it cancels requests whose prompts decode computes; devices of its ranks. In a rank's
+# registration: its device.
 DROPS, DEVICES, RANK_DEVICE = "drops", "devices", "device"
 listen_for(DROPS)
 listen_for(DEVICES)
@@ -27,17 +27,17 @@ add_to_registration(RANK_DEVICE, own_device)
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Knows which prefills drop requests."""
+    """Knows which prefills support cancelling requests."""
 
     def __init__(self, *args, **kwargs):
-        """Adds what this rank computes on. Here, since each thread has a device of its own."""
+        """Reads this rank's device; here, because each thread has its own current device."""
         self.own_device = own_device()
         super().__init__(*args, **kwargs)
 
     def drops(self, addr: str) -> bool:
-        """Whether a prefill drops a request whose prompt is computed here.
+        """Whether local prefill may be used with this prefill.
 
-        With ``auto`` none is asked to that computes on the same device: it would lose as much time as it saves.
+        Not if prefill lacks support, nor with ``auto`` if it uses the same GPU: it would lose the time that is saved.
         """
         return DROPS in self.prefills.of(addr).others and not self._is_spared(addr)
 
@@ -47,7 +47,7 @@ class CommonKVManager(engine.CommonKVManager):
         return asked == "auto" and isinstance(devices, list) and self.own_device in devices
 
     def met_prefill(self, addr: str) -> None:
-        """Tells of one that is not asked to."""
+        """Logs a prefill that is excluded since it uses the same GPU."""
         if self._is_spared(addr):
             logger.info(
                 "Prefill %s is on the same device as this worker, so local prefill is off for it. "
@@ -58,15 +58,15 @@ class CommonKVManager(engine.CommonKVManager):
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Says whether its prefill drops requests, and where it computes."""
+    """Reports whether its prefill cancels requests, and its devices."""
 
     def _said_by_ranks(self) -> dict[str, Any]:
-        """Adds the devices of the ranks, as far as they say them."""
+        """Adds the devices of ranks that registered one."""
         devices = sorted({device for device in self.ranks.said(RANK_DEVICE) if isinstance(device, str)})
         return super()._said_by_ranks() | ({DEVICES: devices} if devices else {})
 
     async def _capabilities(self) -> dict[str, Any]:
-        """Stages would have to agree, and of several fronts only one learns of it."""
+        """Adds cancellation; not with several stages, which would have to agree, or fronts: only one is notified."""
         answer = await super()._capabilities()
         fronts = getattr(server_args._global_server_args, "tokenizer_worker_num", 1)
         before = {name: answer[name] for name in ("version", "queued") if name in answer}

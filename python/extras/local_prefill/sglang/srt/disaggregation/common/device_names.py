@@ -1,4 +1,4 @@
-"""Which device a rank computes on, as prefill and decode compare it: they may share one.
+"""Names of devices, by which prefill and decode find out whether they share one.
 
 Upstream: none is known.
 """
@@ -12,14 +12,14 @@ import torch
 
 __all__ = ["own_device"]
 
-# The kernel's number for this boot: containers of one host have the same.
+# The kernel's id of this boot, equal in all containers of a host.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def own_device() -> str | None:
-    """A short name of the GPU of this process, made of its host and its UUID; None without one.
+    """A digest of host and UUID of this process's GPU; None without a GPU.
 
-    For the scheduler's thread: other threads of the process have the first device.
+    For the scheduler thread: other threads have the first device as current one.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None

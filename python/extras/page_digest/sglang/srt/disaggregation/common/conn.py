@@ -1,4 +1,4 @@
-"""Digests of pages on the wire: decode asks for them, prefill says that it can and sends them, decode compares.
+"""Page digests on the wire: decode requests them, prefill reports its support and sends them, decode compares.
 
 Upstream: sgl-project/sglang#39500 (merged) has a checksum, which #39729 (open) makes safe to enable.
 """
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
 
-# Frame behind those of the prefix in decode's request for KV: it wants a digest of what is sent.
+# Frame behind those of the prefix in decode's request for KV: it requests a digest of the delta.
 DIGEST = b"digest"
 
 
 def _write(receiver: Any, kv_indices: npt.NDArray[np.int32]) -> list[bytes] | None:
-    """Ask prefill for a digest of the delta, which is then compared when it has arrived."""
+    """Request a digest of the delta from prefill, for comparison after its arrival."""
     manager = receiver.kv_mgr
     if getattr(manager, "page_digests", None) is None or not len(kv_indices):
         return None
@@ -37,7 +37,7 @@ def _write(receiver: Any, kv_indices: npt.NDArray[np.int32]) -> list[bytes] | No
 
 
 def _answer(sender: Any, kv_indices: npt.NDArray[np.int32], first_page: int, is_last: bool) -> str | None:
-    """Add a chunk to the digest of what is sent; with the last one, what to tell of it."""
+    """Add a chunk to the digest of the delta; with the last chunk, return the claim."""
     digests: PageDigests | None = getattr(sender.kv_mgr, "page_digests", None)
     if digests is None:
         raise ValueError("decode asks for digests of pages, which this prefill's KV pool does not have")
@@ -52,30 +52,30 @@ for name in DIGESTS:
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Has this worker's own digests of pages, which the queue that makes it sets."""
+    """Holds this worker's `PageDigests`, set by the queue that creates it."""
 
     def met_prefill(self, addr: str) -> None:
-        """Warns of one whose KV cannot be verified."""
+        """Warns of a prefill whose KV cannot be verified."""
         super().met_prefill(addr)
         if getattr(self, "page_digests", None) is not None and not sends_digests(self.prefills.of(addr)):
             logger.warning("Prefill %s sends no digests of pages: its KV is used without being verified.", addr)
 
 
 class CommonKVSender(engine.CommonKVSender):
-    """Knows the digests of what has been sent so far."""
+    """Holds the digest of the chunks sent so far."""
 
-    # Of the chunks sent so far, when decode asked for it.
+    # None unless decode has requested it.
     digests: torch.Tensor | None = None
 
 
 class CommonKVReceiver(engine.CommonKVReceiver):
-    """Compares what has arrived with what prefill says that it sent."""
+    """Compares pages that have arrived with prefill's digest."""
 
-    # The delta, from when prefill is asked for a digest of it until that has been found right.
+    # Pages of the delta; None before a digest is requested and after it has matched.
     digest_pages: npt.NDArray[np.int32] | None = None
 
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
-        """Adds that the pages are as they were sent."""
+        """Adds the comparison of the pages."""
         state = super().once_metadata_landed(state)
         if state != KVPoll.Success or self.digest_pages is None:
             return state
@@ -90,10 +90,10 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Says that its prefill can send digests."""
+    """Reports whether its prefill can send digests."""
 
     async def _capabilities(self) -> dict[str, Any]:
-        """A worker that knows no pipeline stages would not read their digests."""
+        """With pipeline stages under another name: older workers cannot read digests of stages."""
         answer = await super()._capabilities()
         before = {name: answer[name] for name in ("version", "pieces") if name in answer}
         return before | {DIGESTS[self.pp_size > 1]: int(self.decode_prefix_version > 0)} | answer

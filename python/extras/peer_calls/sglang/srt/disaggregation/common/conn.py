@@ -1,4 +1,4 @@
-"""The bootstrap server takes what other workers tell and ask.
+"""Routes of the bootstrap server for messages of other workers.
 
 Upstream: none is known.
 """
@@ -12,10 +12,10 @@ __all__ = ["CommonKVBootstrapServer"]
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Hands on messages about rooms."""
+    """Passes messages about rooms to their listeners."""
 
     def _setup_routes(self) -> None:
-        """Adds their routes."""
+        """Adds the routes."""
         super()._setup_routes()
         for route in peer_calls.FIELDS:
             self.app.router.add_post(route, peer_calls.take)

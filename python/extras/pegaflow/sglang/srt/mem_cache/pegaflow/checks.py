@@ -1,6 +1,6 @@
-"""What ``--enable-pegaflow`` needs at the start: a server that this client can use, on this machine.
+"""Checks before the start with ``--enable-pegaflow``: a server of the client's version runs on this machine.
 
-What it does not go with is in `support.py`.
+Refused combinations are in `support.py`.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -25,16 +25,16 @@ __all__ = ["check", "check_server", "is_loopback", "server_url"]
 
 
 def check(args: ServerArgs) -> None:
-    """Raise ValueError for what is wrong or not verified, or if no server of the right version is there.
+    """Raise ValueError for unsupported options, or if no server of the right version responds.
 
-    Before the model is loaded, and with all defaults settled.
+    Called before the model is loaded and after all defaults are set.
     """
     cache_support.check(PEGAFLOW, args)
     url = server_url(args.pegaflow_endpoint)
     if not is_loopback(url) and not args.pegaflow_allow_non_loopback:
         raise ValueError(
-            f"--pegaflow-endpoint is {args.pegaflow_endpoint!r}, which other machines may reach: whoever reaches a "
-            "PegaFlow server can have it run any code. Bind it to 127.0.0.1, or give --pegaflow-allow-non-loopback "
+            f"--pegaflow-endpoint is {args.pegaflow_endpoint!r}, which other machines may reach: a client of a "
+            "PegaFlow server can run any code in it. Bind it to 127.0.0.1, or give --pegaflow-allow-non-loopback "
             "if that network is closed."
         )
     memory.check_device(args.device)
@@ -55,7 +55,7 @@ def server_url(endpoint: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can reach ``url``. Of names only localhost is known to be of this machine."""
+    """Whether only this machine can reach ``url``. Of names, only localhost counts."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -79,12 +79,12 @@ def check_server(endpoint: str) -> None:
     except Exception as error:
         raise ValueError(f"--enable-pegaflow: no PegaFlow server answers at {url} ({error}). {start}") from error
     try:
-        # A registration of nothing, which the server turns down, but not before it has compared versions.
+        # An empty registration, which the server rejects only after comparing versions.
         client.register_context_batch("version", "version", 0, 0, 1, 1, 0, [], [], [], [], [], [], "direct", False)
     except ValueError:
         return
     except Exception as error:
         raise ValueError(
-            f"--enable-pegaflow: the PegaFlow server at {url} does not take this client ({error}). "
+            f"--enable-pegaflow: the PegaFlow server at {url} rejects this client ({error}). "
             f"Both must be {VERSION}: install pegaflow-llm=={VERSION} and start its pegaflow-server."
         ) from error

@@ -1,4 +1,4 @@
-"""The connection of one engine process to a PegaFlow server, and its way back when the server was lost.
+"""The connection of one engine process to a PegaFlow server, and its recovery.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -22,7 +22,7 @@ __all__ = ["Connection", "Counters"]
 
 @dataclass
 class Counters:
-    """What has been done, in pages, for `get_internal_state`; ``lost``: how often the server was."""
+    """Pages since the start, for `get_internal_state`. lost: number of connection losses."""
 
     saved: int = 0
     saves_failed: int = 0
@@ -34,14 +34,14 @@ class Counters:
 
 
 class Connection:
-    """Registers the KV pool; when the server is lost, says so once.
+    """Registers the KV pool; logs once when the server is lost.
 
-    ``up`` is False while it is lost. ``registering`` is held while the pool is registered, and by who must not see that
-    happen; ``registrations`` counts how often it was. ``last_probe``: when the server was last looked at.
+    ``up`` is False while the server is lost. ``registering`` is held during a registration, and by callers that must
+    not overlap one. ``registrations`` counts them. ``last_probe``: time of the last check of the server.
     """
 
     def __init__(self, endpoint: str, instance_id: str, namespace: str, layout: KVLayout, retry_s: float) -> None:
-        """Registers the pool. retry_s: how often a lost server is tried again, by who probes."""
+        """Registers the pool. retry_s: seconds between attempts to reach a lost server, for the log."""
         from pegaflow import EngineRpcClient
 
         self.url = server_url(endpoint)
@@ -60,16 +60,16 @@ class Connection:
         self.up = True
 
     def stop(self) -> None:
-        """Use it no more; what is under way ends as it would."""
+        """Stop using the server; running calls end as usual."""
         self.stopped = True
         self.up = False
 
     def _register(self) -> None:
-        """Have the server map the KV pool, and watch that this process lives."""
+        """Have the server map the KV pool and watch for the end of this process."""
         layout = self.layout
         count = len(layout.names)
         try:
-            # What is left of an earlier registration would be in the way.
+            # An earlier registration would conflict.
             self.client.unregister_context(self.instance_id)
         except Exception:
             pass
@@ -77,7 +77,7 @@ class Connection:
         ok, message = self.client.register_context_batch(
             self.instance_id,
             self.namespace,
-            0,  # To the server each rank is an instance of its own: tp_rank, pp_rank, tp_size, world_size.
+            0,  # Each rank registers as an instance of its own: tp_rank, pp_rank, tp_size, world_size.
             0,
             1,
             1,
@@ -92,34 +92,34 @@ class Connection:
             False,
         )
         if not ok:
-            raise ValueError(f"PegaFlow at {self.url} did not take the KV pool: {message}")
-        # What was being loaded under an earlier one has failed.
+            raise ValueError(f"PegaFlow at {self.url} rejected the KV pool: {message}")
+        # Loads of earlier registrations have failed.
         self.registrations += 1
 
     def lost(self, reason: object) -> None:
-        """The server does not do as it should: nothing more is handed to it until it does."""
+        """The server is lost: hand nothing to it until a probe succeeds."""
         if self.up:
             self.up = False
             self.counters.lost += 1
             logger.warning(
-                "PegaFlow at %s is lost: %s. Requests go on without it; it is tried again every %g s.",
+                "PegaFlow at %s is lost: %s. Requests continue without it; retried every %g s.",
                 self.url,
                 reason,
                 self._retry_s,
             )
 
     def _not_back(self, reason: object) -> None:
-        """A server may be there and not take the pool, for good: that is told once."""
+        """Log why registration failed; the same reason only once, since it may be permanent."""
         level = logging.DEBUG if str(reason) == self._told else logging.INFO
         self._told = str(reason)
         logger.log(level, "PegaFlow at %s has not registered the KV pool yet: %s", self.url, reason)
 
     def probe(self) -> bool:
-        """Whether the server is there and has the pool mapped; registers anew where it has not."""
+        """Check the server and the registration, and register again if necessary. Returns whether it is usable."""
         with self.registering:
             self.last_probe = time.monotonic()
             try:
-                # A query of a server that is gone counts as a miss, so its health is asked first.
+                # A query of a lost server counts as a miss, so its health is checked first.
                 self.client.health()
             except Exception as error:
                 self.lost(error)
@@ -139,7 +139,7 @@ class Connection:
             return True
 
     def renew(self, error: Exception) -> bool:
-        """After a call that failed with ``error``: register anew, so that the server drops whatever it was doing."""
+        """Register again after a call failed with ``error``, so that the server drops all work of the old one."""
         with self.registering:
             self.lost(error)
             try:
@@ -154,10 +154,10 @@ class Connection:
             return self.up
 
     def pages(self, slots: torch.Tensor) -> list[int]:
-        """Pages that the server may now read or write: when no step that has been launched uses them any more.
+        """Page numbers of ``slots``, after all launched steps have ended.
 
-        What is saved may be what such a step writes. What is loaded to may be a page of a request that ended while the
-        step after its last was under way, which still writes one slot of it.
+        A launched step may still write a page to be saved. It may also write one slot of a freed page that is to be
+        loaded into, if the page's request ended while the next step was running.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -165,7 +165,7 @@ class Connection:
         return (slots[::page] // page).tolist()
 
     def leave(self) -> None:
-        """Take the pool back from the server."""
+        """Unregister the pool."""
         try:
             self.client.unregister_context(self.instance_id)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How the KV pool of this process is laid out for a PegaFlow server, and handed to it.
+"""Layout of this process's KV pool for a PegaFlow server, and the handles that it maps.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -18,10 +18,10 @@ __all__ = ["KVLayout", "check_device", "device_id", "kv_layout", "wrapper_bytes"
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Buffers of a KV pool as the server knows them: one named layer per buffer, whose blocks are pages.
+    """Buffers of a KV pool as the server registers them: one named layer per buffer, with pages as blocks.
 
     buffers: by layer name, each ``[slots, ...]`` and contiguous, with ``page_size`` slots to a page.
-    shared: whether all TP ranks hold the same bytes (MLA's latents, index keys), so that one copy serves them all.
+    shared: whether all TP ranks hold the same bytes (MLA latents, index keys), so that one copy serves all.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -42,7 +42,7 @@ class KVLayout:
         return [buffer[0].nbytes * self.page_size for buffer in self.buffers.values()]
 
     def describe(self) -> list[object]:
-        """What must be alike for two pools to hold each other's pages: page size, layers, heads, dimensions, type."""
+        """Values that two pools must share to exchange pages: page size; name, shape and dtype of each layer."""
         return [self.page_size, *((name, tuple(one.shape[1:]), str(one.dtype)) for name, one in self.buffers.items())]
 
 
@@ -54,14 +54,14 @@ def kv_layout(pool: Any, page_size: int) -> KVLayout:
         shared = False
     elif type(pool) in (MLATokenToKVPool, NSATokenToKVPool):
         buffers = {f"latent{i}": part for i, part in enumerate(pool.kv_buffer)}
-        # A row for each page, with the keys of all its tokens before their scales: cut into as many as it has tokens.
+        # One row per page, the keys of all its tokens before their scales; divided into one row per token.
         index = getattr(pool, "index_k_with_scale_buffer", ())
         buffers |= {f"index{i}": part.view(-1, part.shape[1] // page_size) for i, part in enumerate(index)}
         shared = True
     else:
         raise ValueError(
-            f"--enable-pegaflow is not verified for this model: its KV pool is a {type(pool).__name__}, and only plain "
-            "MHA, MLA and NSA pools are (MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool). Leave the flag out."
+            f"--enable-pegaflow is not verified for this model: its KV pool is a {type(pool).__name__}. Supported: "
+            "plain MHA, MLA and NSA pools (MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool). Leave the flag out."
         )
     for name, buffer in buffers.items():
         if not buffer.is_contiguous() or len(buffer) % page_size:
@@ -78,14 +78,14 @@ def check_device(device: str) -> None:
 
 
 def wrapper_bytes(tensor: torch.Tensor) -> bytes:
-    """What the server unpickles to map the memory of ``tensor``."""
+    """The pickled CUDA IPC handle of ``tensor``."""
     from pegaflow.ipc_wrapper import CudaIPCWrapper
 
     return pickle.dumps(CudaIPCWrapper(tensor))
 
 
 def device_id(device: torch.device) -> int:
-    """Number of the GPU ``device`` on the machine, which CUDA_VISIBLE_DEVICES may have renumbered; 0 for none."""
+    """Physical number of the GPU ``device``, which CUDA_VISIBLE_DEVICES may renumber; 0 for other devices."""
     if device.type != "cuda":
         return 0
     local = device.index if device.index is not None else torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""What requests wait for: the server is asked for their prompts, and what it has beyond the tree is loaded.
+"""Prefetches: the server is asked for a request's prompt, and the pages beyond the tree are loaded.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefetch", "Prefetches", "Stage"]
 
-# A question or a load that takes longer is a miss; so is room for a load, once a request waits for nothing else.
+# Seconds until a look-up or load counts as a miss, and until a load stops waiting for memory if all else is done.
 TIMEOUT_S = 5.0
-# Part of the pool that may be loaded for requests not looked at since.
+# Share of the pool that may hold pages loaded for requests that have not been matched since.
 LOADING_PART = 1 / 2
-# Requests that may wait at once; the others go without. It is part of the width of what TP ranks reduce.
+# Requests that may wait at once; others do not wait. Part of the width of the TP reduction.
 MOST_OPEN = 512
-# Pages that one question names at most: gRPC servers take 4 MiB unless told otherwise.
+# Pages per look-up, at most: gRPC servers accept 4 MiB by default.
 MOST_ASKED = 100_000
-# Tokens of prompts, about, that one step compares with the tree for requests that wait; and what a request counts for
-# that has none there. The others have their turn in the next steps.
+# Prompt tokens, about, that one step compares with the tree, and the least that a request counts as. Further requests
+# are compared in the next steps.
 COMPARED, COMPARED_LEAST = 1 << 16, 1 << 10
-# Steps in which loads may join those under way. Then all of these end first, and a request that there is no room for
-# beside loads has a step without any.
+# Steps in which loads may join running ones. After that all of these end first, so that a request that has no memory
+# beside loads gets a step without any.
 ROUND_STEPS = 16
 # More pages than any prompt has.
 NEVER = 1 << 40
@@ -52,11 +52,10 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class Prefetch:
-    """What a request waits for.
+    """The look-up and load of one request.
 
-    tokens: its prompt up to what can be reused, whole pages. The server was asked for all of them in the step
-    ``asked_in``, and has ``pages`` pages. start: tokens that the tree holds when the rest begins to be loaded; node:
-    down to which it is locked meanwhile.
+    tokens: the reusable prompt, whole pages. The server was asked for all of them in step ``asked_in`` and has
+    ``pages`` pages. start: tokens that the tree held when the load began; node: the last of these, locked during it.
     """
 
     rid: str
@@ -74,12 +73,12 @@ class Prefetch:
     asked_for: bool = False
     left: bool = False
     given_up: bool = False
-    # The step in which its prompt was last compared with the tree.
+    # The step that last compared its prompt with the tree.
     looked_in: int = 0
 
 
 class Prefetches:
-    """The questions and loads of one tree. learn: `Saves.learn`, told what an answer says of nodes of the tree."""
+    """Look-ups and loads of one tree. learn: `Saves.learn`, called with the result of each look-up."""
 
     def __init__(self, tree: PegaFlowTree, session: PegaFlowSession, learn: Callable[..., None]) -> None:
         self._tree, self._session, self._learn = tree, session, learn
@@ -88,16 +87,16 @@ class Prefetches:
         self._limit = int(self._allocator.size * LOADING_PART)
         self.open: list[Prefetch] = []
         self._waited_for: dict[str, Prefetch] = {}
-        # Tokens loaded for a request that has not been looked at since.
+        # By rid: tokens loaded for a request that has not been matched since.
         self.ready: dict[str, int] = {}
         self.loading_tokens = 0
-        # Steps since loads last began without others under way.
+        # Steps since the first of the running loads began.
         self._round = 0
 
     # ---- requests ----
 
     def ask(self, rid: str, token_ids: Sequence[int], extra_key: str | None, priority: int) -> None:
-        """Ask the server for ``token_ids``, whole pages. The request ``rid`` waits for what the tree lacks of them."""
+        """Look up ``token_ids``, whole pages. The request ``rid`` waits for those that the tree does not have."""
         page = self._page
         if rid in self._waited_for or len(self.open) >= MOST_OPEN:
             return
@@ -113,30 +112,29 @@ class Prefetches:
         if held < len(tokens):
             self._waited_for[rid] = found
         else:
-            # Nobody waits for it.
+            # No request waits for it.
             found.left = True
         self._session.ask(lookup)
 
     def is_done(self, rid: str) -> bool:
-        """Whether ``rid`` waits for nothing; it is noted that this was asked."""
+        """Whether ``rid`` has no pending prefetch; also notes that the scheduler asked."""
         found = self._waited_for.get(rid)
         if found is not None:
             found.asked_for = True
         return found is None
 
     def leave(self, rid: str) -> None:
-        """``rid`` is gone. What is being loaded for it enters the tree all the same."""
+        """``rid`` has ended. Pages being loaded for it still enter the tree."""
         self.ready.pop(rid, None)
         found = self._waited_for.pop(rid, None)
         if found is not None:
             found.left = True
 
     def locked_nodes(self) -> list[TreeNode]:
-        """The nodes that loads have locked."""
         return [found.node for found in self.open if found.node is not None]
 
     def let_go(self) -> list[Load]:
-        """Forget all; returns what the server may still be writing to."""
+        """Cancel everything; returns loads that the server may still be writing."""
         loads = [found.load for found in self.open if found.load is not None]
         for found in self.open:
             if found.load is None:
@@ -148,20 +146,20 @@ class Prefetches:
 
     # ---- a step ----
 
-    # Facts of a load; the least over the ranks is what counts. Of a question: -1, or how many pages were found. Of what
-    # was found: whether the request still waits for room.
+    # Facts, of which the minimum over ranks counts. Of a load: one of these. Of a look-up: -1, or pages found. Of a
+    # result: whether the request still waits for memory.
     _UNDER_WAY, _LATE, _FAILED, _LOADED = range(4)
 
     def facts(self, watched: Sequence[Prefetch], now: float) -> list[int]:
-        """What this rank knows of each, in three parts: how far it is, what the server lacks, whether it is waited for.
+        """This rank's facts in three parts, one entry each per prefetch: progress, first missing page, is waited for.
 
-        Decode comes to a request when its handshake is done, which each rank sees in a step of its own.
+        On decode a request is waited for once its handshake is done; ranks see that in different steps.
         """
         known = [self._fact(found, now) for found in watched]
         return known + [self._missing(found) for found in watched] + [found.asked_for for found in watched]
 
     def act(self, watched: Sequence[Prefetch], facts: Sequence[int], room: Callable[[], Room]) -> None:
-        """Do what follows from what the ranks know together. facts: as `facts` has them, the least over the ranks."""
+        """Act on the facts of all ranks. facts: as `facts` returns them, minimum over ranks."""
         count, spent = len(watched), 0
         each = zip(watched, facts[:count], facts[count : 2 * count], facts[2 * count :], strict=True)
         for found, fact, lacks, is_asked in sorted(each, key=lambda one: one[0].looked_in):
@@ -170,15 +168,15 @@ class Prefetches:
             elif not self._is_settled(found, fact, lacks, bool(is_asked)) and spent < COMPARED:
                 spent += self._decide(found, fact, lacks, bool(is_asked), room)
         for found in self.open:
-            # Who has not had a turn has still been come to.
+            # Keep the note for those not compared in this step.
             found.asked_for &= found.stage is Stage.FOUND and found.looked_in != self._tree.step
 
     def end_step(self) -> None:
-        """After `act`: count the steps since loads last began without others under way."""
+        """Called after `act`: count the steps since the first of the running loads began."""
         self._round = self._round + 1 if self.loading_tokens else 0
 
     def _fact(self, found: Prefetch, now: float) -> int:
-        """What this rank knows of ``found``. Late is final for the request, not for the pages."""
+        """This rank's progress of ``found``. A late request goes on for good; its pages may still arrive."""
         late = now > found.deadline
         if found.stage is Stage.ASKED:
             if found.lookup.hits is None and late:
@@ -197,7 +195,7 @@ class Prefetches:
         return not late
 
     def _missing(self, found: Prefetch) -> int:
-        """The first page that the server has not, as far as this rank has been told."""
+        """The first page that the server does not have; `NEVER` if this rank has no answer."""
         lookup = found.lookup
         told = found.stage is Stage.ASKED and lookup.hits is not None and not lookup.failed
         return lookup.hits if told and lookup.hits is not None else NEVER
@@ -209,14 +207,14 @@ class Prefetches:
             self._end_load(found, fact == self._LOADED)
 
     def _is_settled(self, found: Prefetch, fact: int, missing: int, asked: bool) -> bool:
-        """Whether nothing is to be looked up for it: no answer yet, or no use of one. Costs the same for any prompt."""
+        """Whether there is no result to compare with the tree, yet or ever. Cost: the same for any prompt."""
         if found.stage is Stage.ASKED:
             if fact < 0:
                 return True
             given_up = fact == 0 and missing >= NEVER
         else:
             if asked and found.deadline == math.inf:
-                # From now on it waits for nothing but room.
+                # From now on it waits for memory only.
                 found.deadline = time.monotonic() + TIMEOUT_S
             given_up = found.left or not fact
         if given_up or self._session.stopped:
@@ -225,7 +223,7 @@ class Prefetches:
         return False
 
     def _decide(self, found: Prefetch, fact: int, missing: int, asked: bool, room: Callable[[], Room]) -> int:
-        """Learn from an answer, and begin a load if there is room; what that has cost, in tokens compared."""
+        """Apply a result and begin its load if there is memory. Returns the cost in tokens compared."""
         found.looked_in = self._tree.step
         held, _, path, _ = self.reader.peek(found.tokens, found.extra_key)
         if found.stage is Stage.ASKED:
@@ -240,9 +238,9 @@ class Prefetches:
         return held + COMPARED_LEAST
 
     def _is_its_turn(self, tokens: int, asked: bool) -> bool:
-        """Whether so much may be loaded now: else what was loaded earlier would go before it is used.
+        """Whether ``tokens`` may be loaded now without evicting earlier loads before their use.
 
-        The first that the scheduler has come to since the last step may, alone, so that none waits for ever.
+        The first prefetch that is waited for may load alone, so that none waits without end.
         """
         under_way = self.loading_tokens
         if self._round >= ROUND_STEPS:
@@ -250,9 +248,9 @@ class Prefetches:
         return under_way + sum(self.ready.values()) + tokens <= self._limit or (asked and not under_way)
 
     def _start_load(self, found: Prefetch, held: int, node: TreeNode, tokens: int) -> None:
-        """Give pages to what follows the first ``held`` tokens, which end in ``node``.
+        """Allocate pages behind the first ``held`` tokens, which end in ``node``, and begin to load into them.
 
-        Only from now on the tree is locked: if it were while requests wait for room, nobody might ever get any.
+        The tree is locked only now: locks held by requests that wait for memory could block each other for ever.
         """
         self._tree.inc_lock_ref(node)
         found.node = node
@@ -268,7 +266,7 @@ class Prefetches:
         found.load = self._session.load(found.lookup, slots, skip=held // self._page)
 
     def _give_up(self, found: Prefetch) -> None:
-        """Let the request go on without it. The pages stay with the server until it is done with them."""
+        """Let the request go on without the load. The server keeps the pages until it is done."""
         found.given_up = True
         self._unlock(found)
         if self._waited_for.get(found.rid) is found:
@@ -284,10 +282,10 @@ class Prefetches:
             return
         start = found.start
         key = RadixKey(found.tokens[: start + len(slots)], found.extra_key)
-        # The tree holds what comes before them, so of its slots only the number counts.
+        # The tree holds the tokens before `start`, so only the number of these slots counts.
         before = torch.zeros(start, dtype=torch.int64, device=self._tree.device)
         prefix_len = self._tree.insert_loaded(key, torch.cat([before, slots]), found.priority)
-        # What was computed here meanwhile.
+        # Pages computed here meanwhile.
         self._allocator.free(slots[: prefix_len - start])
         if not found.left:
             self.ready[found.rid] = len(slots)

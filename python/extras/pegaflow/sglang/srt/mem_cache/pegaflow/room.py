@@ -1,4 +1,4 @@
-"""What loads from a PegaFlow server and saves to it must leave of the KV pool to the requests that are live.
+"""Capacity of the KV pool that loads from a PegaFlow server and saves to it must leave to live requests.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NOBODY", "Live", "Room", "live_on_decode", "live_on_scheduler"]
 
-# Tokens of its answer, at most, for which a request must find room: the engine's own bound.
+# Output tokens, at most, for which a request must find memory: the engine's own bound.
 MOST_NEW_TOKENS = 4096
 
 
 class Live(NamedTuple):
     """The requests that hold KV.
 
-    running: those that the engine retracts when memory runs out. moving: those that come to run, and are not retracted
-    before. ended: those that only hold what they have. growth: tokens that admission keeps for what they take next.
-    chunks: tokens that a prompt takes of which a part has been computed; nobody is retracted for these.
+    running: the engine retracts these if memory runs out. moving: will run; not retracted before that. ended: only
+    hold what they have. growth: tokens that admission reserves for their next steps. chunks: tokens that a partly
+    computed prompt still takes, for which no request is retracted.
     """
 
     running: Sequence[Req] = ()
@@ -43,17 +43,17 @@ NOBODY = Live()
 
 
 class Room:
-    """What the pool can spare in one step for loads and saves, which nothing ends before the server does.
+    """Capacity of the pool for loads and saves in one step; only the server can end these.
 
-    Each request must be able to come to its end when all that run beside it have been retracted. What a load takes must
-    also not be what admission keeps for those that run.
+    Each request must be able to finish after all running requests beside it have been retracted. A load must also
+    leave what admission reserves for running requests.
     """
 
     def __init__(self, tree: PegaFlowTree, live: Live) -> None:
         self.tree, self.live = tree, live
         page = self.page = tree.page_size
         size = tree.token_to_kv_pool_allocator.size
-        # Nodes that stay locked, and what is left of the pool beside them.
+        # Nodes that stay locked, and the rest of the pool.
         self.fixed: set[TreeNode] = set()
         self.left = size - tree.unreturned_tokens
         for req in (*live.moving, *live.ended):
@@ -61,7 +61,7 @@ class Room:
             self.left -= tokens_above((req.last_node,), self.fixed)
         for node in tree.nodes_in_use():
             self.left -= tokens_above((node,), self.fixed)
-        # What those that move still take, and those that run take from their beginning.
+        # Tokens that moving requests still take; whole length of running ones, which may start again.
         self.rest = max((self._length(req) - self._allocated(req) for req in live.moving), default=0)
         self.lengths = [(self._length(req), req) for req in live.running]
 
@@ -73,7 +73,7 @@ class Room:
         return pages(length, self.page) * self.page
 
     def take(self, node: TreeNode, tokens: int = 0) -> bool:
-        """Whether ``node`` may be locked, for a save, or for a load of so many tokens; if so they count as taken."""
+        """Whether ``node`` may be locked, for a save or a load of ``tokens`` tokens; if so, both are deducted."""
         tree, live = self.tree, self.live
         path: set[TreeNode] = set()
         unlocked, above = tokens, node
@@ -87,7 +87,7 @@ class Room:
         if free < (max(live.growth, live.chunks) if tokens else live.chunks) or self.rest > left:
             return False
         fixed = self.fixed | path
-        # What they have of what stays locked anyway they need not find.
+        # Tokens of a request in nodes that stay locked need no further memory.
         if any(length > left and length - self._common(req, fixed) > left for length, req in self.lengths):
             return False
         self.fixed, self.left = fixed, left
@@ -103,14 +103,14 @@ class Room:
 
 
 def live_on_decode(live: LiveReqs, growth: Callable[[LiveReqs], int]) -> Live:
-    """Of a decode worker with a radix cache. growth: what admission keeps for the next steps of these."""
+    """Of a decode worker with a radix cache. growth: what admission reserves for the next steps of these requests."""
     moving = [req for req in live.coming if _holds(req)]
     ended = [req for req in live.quarantined if _holds(req)]
     return Live(live.running, moving, ended, growth(live))
 
 
 def live_on_scheduler(scheduler: Scheduler) -> Live:
-    """Of an aggregated server, or a prefill worker."""
+    """Of an aggregated server or a prefill worker."""
     page, chunked, last = scheduler.page_size, scheduler.chunked_req, scheduler.last_batch
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     computed = last.reqs if last is not None and last.forward_mode.is_extend() else []
@@ -121,7 +121,7 @@ def live_on_scheduler(scheduler: Scheduler) -> Live:
     ended = [req for req in sent if id(req) not in moving and _holds(req)]
     chunks = 0
     if chunked is not None:
-        # As the engine, a page more.
+        # One page more, as the engine.
         whole = len(chunked.origin_input_ids) + len(chunked.output_ids)
         chunks = (pages(max(0, whole - chunked.kv_allocated_len), page) + 1) * page
     new = sum(_new_tokens(req) for req in (*running, *moving.values()))
@@ -129,7 +129,7 @@ def live_on_scheduler(scheduler: Scheduler) -> Live:
 
 
 def _holds(req: Req) -> bool:
-    """Errors have kept some from getting anything, and those that have ended have given it back."""
+    """Whether it holds KV: requests that failed early never got any, and ended ones have released it."""
     return req.req_pool_idx is not None
 
 

@@ -1,4 +1,4 @@
-"""Which nodes of a tree are saved to a PegaFlow server, and what that holds of the pool meanwhile.
+"""Chooses nodes of a tree to save to a PegaFlow server, and bounds what running saves lock in the pool.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -22,19 +22,19 @@ __all__ = ["Saves"]
 
 
 class Saves(node_saves.Saves):
-    """The saves of one tree. ``saved`` of a node is the step in which the server was known to have it."""
+    """The saves of one tree. A node's ``saved`` is the step in which the server was known to have it."""
 
     def __init__(self, tree: PegaFlowTree, session: PegaFlowSession, saves: bool) -> None:
-        """saves: whether this rank saves, or another one for it."""
+        """saves: False if another rank saves for this one."""
         super().__init__(tree)
         self._steps, self._session, self._saves = tree, session, saves
 
     # ---- what happens to the tree ----
 
     def added(self, node: TreeNode, saved: int | None = None) -> None:
-        """What has been loaded need not be saved."""
+        """Loaded nodes count as saved."""
         name_pages(self._tree, node)
-        # The step over prompts that is to write it.
+        # The prefill step that writes it.
         node.writer = self._steps.writing
         super().added(node, self._steps.step if self._steps.inserts_loaded else None)
 
@@ -50,7 +50,7 @@ class Saves(node_saves.Saves):
     # ---- a step ----
 
     def start(self, room: Callable[[], Room]) -> None:
-        """Have nodes saved as far as they do not hold too much of the pool; a large one in parts."""
+        """Begin saves within the limit on locked tokens; large nodes in parts."""
         if self._session.stopped:
             self.to_come.clear()
         while (node := self._next()) is not None:
@@ -58,19 +58,19 @@ class Saves(node_saves.Saves):
             if self.tokens + tokens > self._limit:
                 return
             if not room().take(node):
-                # Others have their turn in the next step.
+                # Others are tried in the next step.
                 self.to_come[node] = self.to_come.pop(node)
                 return
             self._start(node if tokens == len(node.key) else self._tree._split_node(node.key, node, tokens))
 
     def _next(self) -> TreeNode | None:
-        """The first to come that has been written: a step may raise after its pages have entered the tree."""
+        """The first pending node that is written: a step may raise after its pages have entered the tree."""
         written = self._steps.written
         return next((node for node in self.to_come if node.writer <= written), None)
 
     def _start(self, node: TreeNode) -> None:
         self.to_come.pop(node, None)
-        # Its slots are copied on every split, so these stay what they are.
+        # A split replaces a node's slots by copies, so these do not change.
         save = Save(node.value, node.page_names)
         self.begin(node_saves.Saving([node], save))
         if self._saves:
@@ -79,11 +79,11 @@ class Saves(node_saves.Saves):
             save.done = save.saved = True
 
     def learn(self, path: list[TreeNode], pages: int, missing: int, asked: int, asked_in: int) -> None:
-        """Learn from an answer what of the tree the server has, and have saved what it lacks: it may have dropped pages
-        to make room, or have been started anew.
+        """Mark nodes of an answered look-up as saved, and save missing ones again: the server may have evicted them or
+        been restarted.
 
-        path: the nodes that hold what was asked for, ``asked`` pages, in the step ``asked_in``. pages: that all ranks
-        have found. missing: of the ranks that were answered, the first page that one lacks.
+        path: the nodes of the ``asked`` pages, looked up in step ``asked_in``. pages: found by all ranks. missing: the
+        first page that any answered rank does not have.
         """
         end = 0
         for node in path:
@@ -92,12 +92,12 @@ class Saves(node_saves.Saves):
                 node.saved = self._steps.step if node.saved is None else node.saved
                 self.to_come.pop(node, None)
             elif missing < min(end, asked) and (node.saved is None or node.saved < asked_in):
-                # What has just been saved may not be in the server's index yet.
+                # Not if it was saved since: the server may not have indexed it yet.
                 node.saved = None
                 self.used(node)
 
     def let_go(self) -> list[Save]:
-        """Forget all; returns what the server may still be reading."""
+        """Cancel all; returns saves that the server may still be reading."""
         saves = [saving.copy for saving in self.under_way]
         self.forget()
         return saves

@@ -1,6 +1,6 @@
-"""One engine process's use of a PegaFlow server: what it hands over is done in threads of its own.
+"""Calls of one engine process to a PegaFlow server, made in threads.
 
-The scheduler thread makes no call itself. It hands over a `Save`, `Lookup` or `Load` and looks at the object later.
+The scheduler thread makes no call. It hands over a `Save`, `Lookup` or `Load` and reads the object's state later.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Asker", "Load", "Loader", "Lookup", "PegaFlowSession", "Save", "Saver"]
 
-# How often an idle connection is looked at, and a lost one tried again.
+# Seconds between probes, of an idle connection and of a lost one.
 PROBE_S = 2.0
-# How often the state of running loads is looked at.
+# Seconds between checks of running loads.
 POLL_S = 0.001
-# While a load runs, how often the server is looked at; and the least between two looks that misses give rise to.
+# Seconds between probes while a load runs; also the least between two probes caused by misses.
 BUSY_PROBE_S = 0.2
-# A server that has died may have had copies under way; its part of the device driver ends within this.
+# A server that died may have had copies running; the device driver ends them within this many seconds.
 GRACE_S = 1.0
-# Of one Save message: gRPC servers take 4 MiB unless told otherwise.
+# Of one Save message: gRPC servers accept 4 MiB by default.
 MAX_SAVE_BYTES = 2 << 20
 _BYTES_PER_PAGE = 48
 
@@ -50,16 +50,16 @@ class Save:
     saved: bool = False
 
     def is_done(self) -> bool:
-        """Whether the server reads the pages no more."""
+        """Whether the server no longer reads the pages."""
         return self.done
 
 
 @dataclass(eq=False)
 class Lookup:
-    """A question how many of ``hashes``, from the first on, the server holds; None until it is answered.
+    """A look-up: how many of ``hashes``, from the first on, the server holds (``hits``; None until answered).
 
-    What it holds is leased to this process until the lease is loaded or dropped. failed: there was no answer, which
-    counts as none held. fetching: the server has said that it fetches them from a slower tier.
+    Pages found are leased to this process until the lease is loaded or dropped. failed: no answer, which counts as 0
+    hits. fetching: the server is fetching them from a slower tier.
     """
 
     hashes: list[bytes]
@@ -73,9 +73,9 @@ class Lookup:
 
 @dataclass(eq=False)
 class Load:
-    """A copy of leased pages, after the first ``skip``, into ``slots``, which belong to the server until ``final``.
+    """A copy of leased pages, after the first ``skip``, into ``slots``, which the server may write until ``final``.
 
-    failed: they will not arrive; the server may yet write to them while not ``final``.
+    failed: the pages will not arrive.
     """
 
     lease: bytes
@@ -89,28 +89,26 @@ class Load:
     failed_at: float = 0.0
 
     def is_done(self) -> bool:
-        """Whether the server writes to the pages no more."""
+        """Whether the server no longer writes to the pages."""
         return self.final
 
 
 def release(client: Any, lease: bytes) -> None:
-    """Give a lease back."""
     try:
         client.release(lease)
     except Exception as error:
-        # It has run out, or went with the server.
+        # It has expired, or the server is lost.
         logger.debug("PegaFlow: lease not released: %s", error)
 
 
 class Saver:
-    """Saves what is put into ``saves``, in this order; None ends it. In a thread of its own."""
+    """Processes ``saves`` in order, in its own thread; None ends it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """The thread's loop."""
         while True:
             save = self.saves.get()
             if save is None:
@@ -131,7 +129,7 @@ class Saver:
             try:
                 return self._send(pages, save.hashes)
             except Exception as error:
-                # Whether it reads them still: not when it is gone, nor when the pool has been registered anew.
+                # The server reads them no longer if it is lost or the pool was registered again.
                 if not self._connection.renew(error) or attempt:
                     return False
         return False
@@ -152,42 +150,41 @@ class Saver:
 
 
 class Asker:
-    """Asks what the server holds. What it has is leased until that is loaded or dropped.
+    """Looks up pages. Found pages are leased until they are loaded or dropped.
 
-    Only `drop` is called on another thread than the rest.
+    `drop` is called by the scheduler thread, the rest by the session's.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._leases = threading.Lock()
         self._questions = 0
-        # What the server was asked and fetches from a slower tier, and by which name.
+        # Look-ups that the server fetches from a slower tier, with their question ids.
         self._fetching: deque[tuple[Lookup, str]] = deque()
 
     @property
     def busy(self) -> bool:
-        """Whether there is a question to put again."""
+        """Whether a look-up must be repeated."""
         return bool(self._fetching)
 
     def ask_again(self) -> None:
-        """Put the question again that has waited longest, if there is one."""
+        """Repeat the look-up that has waited longest, if there is one."""
         if self._fetching:
             self._put(*self._fetching.popleft())
 
     def drop(self, lookup: Lookup) -> bytes:
-        """Give up what ``lookup`` has leased, or will; returns the lease that is to be released, b"" if none is."""
+        """Cancel ``lookup``, answered or not; returns the lease to release, b"" if there is none."""
         with self._leases:
             lookup.dropped = True
             lease, lookup.lease = lookup.lease, b""
         return lease
 
     def ask(self, lookup: Lookup) -> None:
-        """Put a question to the server."""
         self._questions += 1
         self._put(lookup, f"{self._connection.instance_id}-{self._questions}")
 
     def _put(self, lookup: Lookup, question: str) -> None:
-        """Ask; once more later while the server fetches what was asked for, which holds up nobody else."""
+        """Send a look-up; it is repeated later, without blocking others, while the server fetches the pages."""
         connection = self._connection
         hits, lease, failed = 0, b"", True
         try:
@@ -202,7 +199,7 @@ class Asker:
             connection.renew(error)
         connection.counters.asked += len(lookup.hashes)
         if not hits and connection.up and time.monotonic() - connection.last_probe >= BUSY_PROBE_S:
-            # An answer from nobody looks the same.
+            # A lost server looks like a miss.
             connection.probe()
         with self._leases:
             dropped = lookup.dropped
@@ -214,21 +211,21 @@ class Asker:
             release(connection.client, lease)
 
     def _query(self, hashes: list[bytes], question: str) -> tuple[int, bytes] | None:
-        """Pages held, and their lease; None while the server fetches them from a slower tier."""
+        """Pages held and their lease; None while the server fetches them from a slower tier."""
         reply = self._connection.client.query_prefetch(self._connection.instance_id, hashes, question)
         hits = getattr(reply, "num_hit_blocks", None)
         if hits is None:
             return None
         if not 0 <= hits <= len(hashes):
-            # The tree would take it at its word.
-            raise ValueError(f"it says that it has {hits} of {len(hashes)} pages")
+            # The tree would rely on this number.
+            raise ValueError(f"it reports {hits} hits for {len(hashes)} pages")
         return hits, reply.lease
 
 
 class Loader:
-    """The loads under way, and those that have failed and may still be written to.
+    """Running loads, and failed ones that the server may still write to.
 
-    load_state: makes what the server and this process share of a load, the client's PyLoadState.
+    load_state: makes the state that the server and this process share for a load, the client's PyLoadState.
     """
 
     def __init__(self, connection: Connection, load_state: Callable[[], Any]) -> None:
@@ -242,18 +239,18 @@ class Loader:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to look at."""
+        """Whether any load must be checked."""
         return bool(self._loading or self._ended)
 
     def start(self, load: Load) -> None:
-        """Begin a load. If it cannot be begun it has failed."""
+        """Begin a load, or mark it failed."""
         connection = self._connection
         try:
             pages: list[int | None] = [None] * load.skip + connection.pages(load.slots)
-            # The other ranks may hold less of it.
+            # Other ranks may hold less of it.
             pages += [None] * (load.leased - len(pages))
             load.state = self.load_state()
-            # Between two registrations: what one accepts must not fail with the other.
+            # Not across registrations: a load accepted under one must not fail with the next.
             with connection.registering:
                 load.registration = connection.registrations
                 args = load.state.shm_name(), [connection.layout.names], [(load.lease, [pages])]
@@ -265,7 +262,7 @@ class Loader:
             logger.debug("PegaFlow: a load of %d pages was rejected: %s", len(pages), message)
         except Exception as error:
             if self._is_refused(load, error):
-                logger.info("PegaFlow: a load of %d tokens was not begun: %s", len(load.slots), error)
+                logger.info("PegaFlow: a load of %d tokens did not start: %s", len(load.slots), error)
             else:
                 connection.renew(error)
         release(connection.client, load.lease)
@@ -273,11 +270,11 @@ class Loader:
 
     @staticmethod
     def _is_refused(load: Load, error: Exception) -> bool:
-        """Whether ``error`` says only that ``load`` has not begun: it could not be sent, or its lease had run out."""
+        """Whether ``load`` has not begun: it could not be sent, or its lease had expired."""
         return load.state is None or isinstance(error, ValueError) or load.state.get_state() < 0
 
     def look(self) -> None:
-        """Learn what has become of the loads under way."""
+        """Check the state of running loads."""
         connection = self._connection
         now = time.monotonic()
         for load in self._loading[:]:
@@ -307,17 +304,17 @@ class Loader:
         self._ended.append(load)
 
     def fail_all(self) -> None:
-        """What was being loaded by a server that is gone."""
+        """Mark all running loads failed: the server is lost."""
         for load in self._loading:
             self._fail(load)
         self._loading.clear()
 
 
 class PegaFlowSession:
-    """Saves, asks and loads; when the server is lost, goes on without it and goes back to it.
+    """Saves, looks up and loads; continues without the server while it is lost.
 
-    Two threads: one saves, the other does everything else, so that a long save delays no lookup. ``up`` is False while
-    the server is lost; whatever is handed over then has failed at once.
+    Two threads: one saves, the other does the rest, so that a long save does not delay look-ups. ``up`` is False while
+    the server is lost; calls then fail at once.
     """
 
     def __init__(self, endpoint: str, instance_id: str, namespace: str, layout: KVLayout) -> None:
@@ -331,45 +328,45 @@ class PegaFlowSession:
 
     @property
     def up(self) -> bool:
-        """Whether the server is there, and is used."""
+        """Whether the server is reachable and in use."""
         return self.connection.up
 
     @property
     def stopped(self) -> bool:
-        """Whether it is used no more."""
+        """Whether it was stopped for good."""
         return self.connection.stopped
 
     @property
     def counters(self) -> Counters:
-        """What has been done, in pages."""
+        """Counters, in pages."""
         return self.connection.counters
 
-    # ---- for the scheduler thread; nothing here waits ----
+    # ---- for the scheduler thread; nothing here blocks ----
 
     def save(self, save: Save) -> None:
-        """Save its pages."""
+        """Save its pages, or mark it done if the server is lost."""
         if self.up:
             self.saver.saves.put(save)
         else:
             save.done = True
 
     def ask(self, lookup: Lookup) -> None:
-        """Ask how much the server holds."""
+        """Look up how many pages the server holds."""
         if self.up:
             self._calls.put(lambda: self.asker.ask(lookup))
         else:
             lookup.failed, lookup.hits = True, 0
 
     def drop(self, lookup: Lookup) -> None:
-        """Give up what ``lookup`` has leased, or will."""
+        """Cancel ``lookup`` and release its lease, present or future."""
         lease = self.asker.drop(lookup)
         if lease:
             self._calls.put(lambda: release(self.connection.client, lease))
 
     def load(self, lookup: Lookup, slots: torch.Tensor, skip: int = 0) -> Load:
-        """Load what ``lookup`` has leased, but the first ``skip`` pages, into ``slots``; the lease goes with it.
+        """Load the pages leased by ``lookup`` after the first ``skip`` into ``slots``; takes over the lease.
 
-        slots: int64, of whole pages, no more of them than leased.
+        slots: int64, whole pages, at most as many as leased.
         """
         load = Load(lookup.lease, lookup.leased, slots, skip)
         lookup.lease = b""
@@ -377,20 +374,20 @@ class PegaFlowSession:
         return load
 
     def late(self) -> None:
-        """The server has not answered in time: hand nothing more over until it does."""
+        """The server timed out: hand nothing over until it responds."""
         self.connection.lost("it has not answered in time")
 
     def stop(self) -> None:
-        """Hand nothing more over, ever; what is under way ends as it would."""
+        """Hand nothing over any more; running calls end as usual."""
         self.connection.stop()
 
     def close(self) -> None:
-        """Leave the server. Nothing may be under way, and nothing may follow."""
+        """Unregister from the server. Nothing may be running, and no call may follow."""
         self.stop()
         self.saver.saves.put(None)
         self._calls.put(None)
 
-    # ---- the thread of questions and loads ----
+    # ---- the thread for look-ups and loads ----
 
     def _run_calls(self) -> None:
         while True:
@@ -410,7 +407,7 @@ class PegaFlowSession:
             try:
                 self._look_around()
             except Exception:
-                # This thread must go on: requests wait for it.
+                # This thread must continue: requests wait for it.
                 logger.exception("PegaFlow: could not check the loads")
                 time.sleep(BUSY_PROBE_S)
 

@@ -1,4 +1,4 @@
-"""What is refused with ``--enable-pegaflow``, as rows of `cache_support.py` from when this is imported.
+"""Combinations with ``--enable-pegaflow`` that are refused, as rules added to `cache_support.py` on import.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """

@@ -1,4 +1,4 @@
-"""Radix caches whose pages are also kept in a PegaFlow server, which other engine processes on the machine share.
+"""Radix caches whose pages are also kept in a PegaFlow server, shared by the engine processes on the machine.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -34,48 +34,48 @@ __all__ = ["PegaFlowDecodeRadixCache", "PegaFlowRadixCache", "PegaFlowTree"]
 
 logger = logging.getLogger(__name__)
 
-# Saves that one step decides on, the oldest first. It is part of the width of what TP ranks reduce.
+# Saves completed per step, oldest first. Part of the width of the TP reduction.
 SAVES_AGREED = 64
-# A flush waits for what is under way: this often, this long each time.
+# A flush waits for running saves and loads: number of checks, and seconds between them.
 DRAIN_ROUNDS, DRAIN_PAUSE_S = 500, 0.01
 
 
 class PegaFlowTree(SavingTree, Tier):
-    """What both caches add to their tree, of which the server is the tier.
+    """A radix cache that is also its own tier, with the server below it.
 
-    All of it runs in the scheduler thread, and none of it waits. Each node knows the names of its pages. A new node is
-    saved in the next step, or when the step that is to write it is over. When a request arrives, the server is asked
-    for its prompt. What it has beyond the tree is loaded into pages that belong to nobody else, which enter the tree
-    when all have come. What the tree has and the server lacks is saved, once more if need be.
+    All of it runs in the scheduler thread without waiting. Nodes have the names of their pages. A new node is saved in
+    the next step, or after the step that writes it. When a request arrives, the server is asked for its prompt. Pages
+    beyond the tree are loaded into newly allocated slots and enter the tree once all have arrived. Nodes that the
+    server does not have are saved, again if necessary.
 
-    All that TP ranks could see differently (answers, what has been saved or loaded) takes effect in `advance`, after
-    one reduction over the ranks, so that their trees stay the same.
+    Results that may differ between TP ranks (answers, completed saves and loads) take effect in `advance`, after one
+    reduction, so that the ranks' trees stay the same.
     """
 
     name = "a PegaFlow server"
     session: PegaFlowSession
     prefetches: Prefetches
     saves: Saves | None = None
-    # The requests that hold KV; set by who knows them.
+    # The requests that hold KV; set by the scheduler or decode's queue.
     live: Callable[[], Live] = staticmethod(lambda: NOBODY)
     tp_group: Any = None
     # Steps so far.
     step = 0
-    # Steps over prompts, see `DecodeRadixCache`. Elsewhere all that enters the tree is there.
+    # Prefill steps, see `DecodeRadixCache`. In the other cache all KV in the tree is already written.
     writing = written = 0
-    # Whether what enters the tree now comes from the server.
+    # Whether the current insertion comes from the server.
     inserts_loaded = False
 
     def attach(self, session: PegaFlowSession, tp_group: Any = None, saves: bool = True) -> None:
-        """Begin to use ``session``; the tree must be empty.
+        """Start using ``session``; the tree must be empty.
 
-        tp_group: the CPU group of the TP ranks, None for one rank. saves: False where another rank saves for this one.
+        tp_group: CPU group of the TP ranks, None for one rank. saves: False if another rank saves for this one.
         """
         self.session, self.tp_group = session, tp_group
         self.saves = Saves(self, session, saves)
         self.prefetches = Prefetches(self, session, self.saves.learn)
-        # Saves and loads that were under way when the tree was reset: nobody waits for them, and their pages stay out
-        # of the pool until the server is done with them.
+        # Saves and loads that were running when the tree was reset. Their pages stay out of the pool until the server
+        # is done with them.
         self.fenced: list[Save | Load] = []
         self.step = 0
 
@@ -85,11 +85,11 @@ class PegaFlowTree(SavingTree, Tier):
 
     @property
     def busy(self) -> bool:
-        """Whether pages are being saved or loaded, or soon will be, or the server has been asked."""
+        """Whether saves or loads are running or pending, or a look-up is."""
         return self.saves is not None and (self.saves.busy or bool(self.prefetches.open))
 
     def stop(self) -> None:
-        """As soon as nothing is under way: nothing new begins."""
+        """Stop using the server for good: the weights have changed."""
         if not self.session.stopped:
             logger.warning(
                 "The weights were updated: this worker no longer uses PegaFlow. Restart it to use PegaFlow again."
@@ -105,7 +105,7 @@ class PegaFlowTree(SavingTree, Tier):
 
     @property
     def unreturned_tokens(self) -> int:
-        """Tokens outside the tree that the server may write to, or has not read when the tree was reset."""
+        """Tokens outside the tree that the server may write to, or may still read after a reset."""
         return 0 if self.saves is None else self.prefetches.loading_tokens + self.fenced_tokens
 
     @property
@@ -113,14 +113,14 @@ class PegaFlowTree(SavingTree, Tier):
         return sum(len(one.slots) for one in self.fenced)
 
     def protected_size(self) -> int:
-        """Adds the pages that nobody can be given."""
+        """Adds pages that cannot be allocated."""
         return super().protected_size() + self.unreturned_tokens
 
     def nodes_in_use(self) -> list[TreeNode]:
         return [] if self.saves is None else self.saves.locked() + self.prefetches.locked_nodes()
 
     def pegaflow_state(self) -> dict[str, Any]:
-        """What the server has been asked and given, in pages, and what is under way, in tokens."""
+        """Totals in pages, and running work in tokens."""
         assert self.saves is not None
         return {
             "up": self.session.up,
@@ -132,7 +132,7 @@ class PegaFlowTree(SavingTree, Tier):
         }
 
     def insert_loaded(self, key: RadixKey, value: torch.Tensor, priority: int) -> int:
-        """Insert what was loaded, which need not be saved; returns the tokens that the tree held before."""
+        """Insert loaded pages, which need not be saved; returns the tokens that the tree held before."""
         self.inserts_loaded = True
         try:
             return self.insert(InsertParams(key=key, value=value, priority=priority)).prefix_len
@@ -140,10 +140,10 @@ class PegaFlowTree(SavingTree, Tier):
             self.inserts_loaded = False
 
     def evict_for_load(self, tokens: int) -> None:
-        """Make room for a load."""
+        """Evict ``tokens`` tokens for a load."""
         self.evict(EvictParams(num_tokens=tokens))
 
-    # ---- what admission on decode asks ----
+    # ---- for admission on decode ----
 
     def know_live(self, live: Callable[[], LiveReqs], growth: Callable[[LiveReqs], int]) -> None:
         self.live = lambda: live_on_decode(live(), growth)
@@ -155,13 +155,13 @@ class PegaFlowTree(SavingTree, Tier):
         return self.prefetches.is_done(rid)
 
     def leave(self, rid: str) -> None:
-        """What is being loaded for it enters the tree all the same."""
+        """Pages being loaded for it still enter the tree."""
         self.prefetches.leave(rid)
 
-    # ---- what the engine asks of a tree whose prefixes come from elsewhere ----
+    # ---- the engine's hooks for prefetched prefixes ----
 
     def prefetch(self, rid: str, token_ids: Sequence[int], extra_key: str | None, priority: int = 0) -> None:
-        """Ask the server for ``token_ids``, whole pages. The request ``rid`` waits for what the tree lacks of them."""
+        """Look up ``token_ids``, whole pages. The request ``rid`` waits for those that the tree does not have."""
         if self.saves is not None and not self.disable and not self.session.stopped:
             self.prefetches.ask(rid, token_ids, extra_key, priority)
 
@@ -176,9 +176,9 @@ class PegaFlowTree(SavingTree, Tier):
     # ---- a step ----
 
     def advance(self) -> bool:
-        """Take note of what has been saved, found and loaded. Called once per step, on all ranks.
+        """Apply completed saves, look-ups and loads. Called once per step on all ranks.
 
-        Returns whether requests may now be given more than before.
+        Returns whether more memory is available to requests than before.
         """
         assert self.saves is not None
         self.step += 1
@@ -203,7 +203,7 @@ class PegaFlowTree(SavingTree, Tier):
         return self._free() > free
 
     def _least(self, facts: list[int]) -> list[int]:
-        """The least of each fact over the TP ranks."""
+        """Minimum of each fact over the TP ranks."""
         if self.tp_group is None:
             return facts
         reduced = torch.tensor(facts, dtype=torch.int64)
@@ -216,7 +216,7 @@ class PegaFlowTree(SavingTree, Tier):
     # ---- ends ----
 
     def drain(self) -> bool:
-        """Wait for what is under way, at most some seconds. For a flush; whether nothing is any more."""
+        """Wait some seconds, for a flush, until nothing is running; returns whether that is so."""
         for _ in range(DRAIN_ROUNDS):
             if not self.busy:
                 return True
@@ -225,12 +225,12 @@ class PegaFlowTree(SavingTree, Tier):
         return not self.busy
 
     def fence(self) -> None:
-        """Let go of what is under way, for a reset that does not wait for it, but for the pages."""
+        """Cancel running saves and loads for a reset; their pages stay reserved for the server."""
         assert self.saves is not None
         self.fenced += [*self.prefetches.let_go(), *self.saves.let_go()]
 
     def keep_fenced(self) -> None:
-        """Take what the server may still read or write out of what a flush has freed, until it is done."""
+        """Reserve the pages in use by the server in an allocator that has been cleared."""
         if not self.fenced:
             return
         pool = self.token_to_kv_pool_allocator
@@ -240,28 +240,28 @@ class PegaFlowTree(SavingTree, Tier):
 
 
 class PegaFlowRadixCache(PegaFlowTree):
-    """The cache of an aggregated server, and of a prefill worker."""
+    """The cache of an aggregated server or a prefill worker."""
 
     take_over: Any = classmethod(DecodeRadixCache.take_over.__func__)  # type: ignore[attr-defined]
 
     def _record_store_event(self, node: TreeNode) -> None:
-        """Events tell prompts with an extra_key apart."""
+        """Separates prompts with an extra_key in KV events."""
         record_store(self, node, super()._record_store_event)
 
 
 class PegaFlowDecodeRadixCache(PegaFlowTree, DecodeRadixCache):
-    """The cache of a decode worker: what its tree evicts has been saved, and what is loaded need not be sent."""
+    """The cache of a decode worker: evicted KV was saved, and loaded KV need not be transferred."""
 
     def insert_loaded(self, key: RadixKey, value: torch.Tensor, priority: int) -> int:
-        """Adds that a prefill has it: most of what a server holds comes from one, and one that uses the same server
-        need not compute the rest."""
+        """Marks the prefix as known to a prefill: most KV in a server comes from one, and a prefill that uses the same
+        server need not compute it."""
         held = super().insert_loaded(key, value, priority)
         found = self.peek(key.token_ids, key.extra_key)
         last = found.path[-1]
-        # If that goes on beyond it, no prefill need have the rest.
+        # If the node extends beyond the prefix, its rest may be unknown to prefill.
         note_known(last if found.in_last == len(last.key) else last.parent)
         return held
 
     def evict_for_load(self, tokens: int) -> None:
-        """Replaces the base's, which may evict more than that."""
+        """Replaces the base's, which may evict more."""
         self.evict_shortfall(tokens)

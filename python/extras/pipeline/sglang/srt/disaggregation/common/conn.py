@@ -1,4 +1,4 @@
-"""A prefill of several pipeline stages, of which each writes its own layers.
+"""Prefill with several pipeline stages, each of which writes its own layers.
 
 Upstream: sgl-project/sglang#28229 (open).
 """
@@ -12,12 +12,12 @@ __all__ = ["CommonKVBootstrapServer", "CommonKVManager"]
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Knows which of decode's layers are its own."""
+    """Finds the addresses of a stage's layers on decode."""
 
     def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]):
-        """Mends the engine's for a pipeline stage whose number of layers does not divide that of the model.
+        """Fixes the engine's for a pipeline stage whose number of layers does not divide the model's.
 
-        It takes the rest for a draft model's, and writes V of every layer to the place of another's K or V.
+        The engine takes the remainder for a draft model's layers, and writes V to addresses of other K or V.
         """
         if self.pp_size == 1 or len(dst_kv_ptrs) // 2 != self.num_layers:
             return super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
@@ -25,6 +25,6 @@ class CommonKVManager(engine.CommonKVManager):
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Says that its prefill understands a decode prefix, in whichever stages."""
+    """Reports support for a decode prefix with any number of stages."""
 
     takes_stages = True

@@ -1,4 +1,4 @@
-"""Which of decode's layers a pipeline stage of prefill writes.
+"""Addresses of decode's layers that a pipeline stage of prefill writes.
 
 Upstream: sgl-project/sglang#28229 (open).
 """
@@ -15,10 +15,10 @@ Pointers = Sequence[int]
 def pointers_of_stage(
     source: Pointers, target: Pointers, first_layer: int
 ) -> tuple[Pointers, Pointers, Pointers, Pointers, int]:
-    """K and V of the stage's layers, here and there, and their number.
+    """K and V addresses of the stage's layers, source and target, and their number.
 
-    source: addresses of this stage's buffers, K of all its layers and then V. target: the same of a decode worker that
-    has all layers. first_layer: of the stage.
+    source: buffer addresses of this stage, K of all its layers, then V. target: those of a decode worker with all
+    layers. first_layer: of the stage.
     """
     total, here = len(target) // 2, len(source) // 2
     k, v = (target[start + first_layer : start + first_layer + here] for start in (0, total))

@@ -1,4 +1,4 @@
-"""The ``triton`` attention backend, reading shared prefixes once where that was asked for.
+"""The ``triton`` attention backend with shared prefixes, where requested.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -18,8 +18,8 @@ __all__ = ["create_triton_backend"]
 
 @engine.register_attention_backend("triton")
 def create_triton_backend(runner: Any) -> Any:
-    """Wraps the making of the ``triton`` backend: with SGLANG_TRITON_SHARED_PREFIX_ATTENTION=1 decode steps of a model
-    that allows it read shared prefixes once. For any other model, and without the variable, it is the engine's."""
+    """The ``triton`` backend. With SGLANG_TRITON_SHARED_PREFIX_ATTENTION=1, and a model that allows it, decode steps
+    read shared prefixes once. Otherwise it is the engine's."""
     if not option.wanted() or runner.server_args.disaggregation_mode == "prefill" or runner.is_draft_worker:
         return engine.create_triton_backend(runner)
     from sglang.srt.layers.attention.shared_prefix import triton_shared

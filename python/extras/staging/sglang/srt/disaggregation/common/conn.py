@@ -1,4 +1,4 @@
-"""Whether a prefill asks for each piece of staging memory, as its bootstrap server says.
+"""A prefill's capability to ask for each piece of staging memory.
 
 Upstream: sgl-project/sglang#30545 (merged).
 """
@@ -13,12 +13,12 @@ __all__ = ["CommonKVBootstrapServer"]
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Bootstrap server that says what staging memory its prefill asks for."""
+    """Bootstrap server that reports whether its prefill asks for each piece of staging memory."""
 
     asks_for_pieces = False
 
     async def _capabilities(self) -> dict[str, Any]:
         answer = await super()._capabilities()
-        # The layout of a staging buffer knows of no stages. And Ascend's server is a Mooncake server.
+        # Staging layouts do not support pipeline stages. Ascend's server is a Mooncake server too.
         pieces = self.asks_for_pieces and self.decode_prefix_version and self.pp_size == 1
         return {"version": answer["version"], "pieces": int(pieces), **answer}

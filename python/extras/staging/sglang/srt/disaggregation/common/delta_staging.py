@@ -1,14 +1,14 @@
-"""Decode's staging buffer for deltas: who may write where in it, and what is on its way from there to the KV pool.
+"""Decode's staging buffer for deltas: allocation of pieces, and copies to the KV pool.
 
-Between different TP sizes a page of one rank holds other heads than a page of the other, so without staging each token
-of each layer is a descriptor of its own. With staging, prefill gathers a piece of the delta into one block, writes that
-into decode's staging buffer, and decode scatters it into its pages.
+With different TP sizes, a page holds different heads on prefill and decode, so each token of each layer would need its
+own descriptor. With staging, prefill gathers a piece of the delta into one block and writes that into decode's staging
+buffer; decode scatters it into its pages.
 
-The engine gives its buffer out in advance, in cells of one chunk counted from the first page, and finds a cell by
-dividing the position of what was sent. What is sent need not be whole chunks: behind a prefix, after a hit of prefill's
-own cache, or beside another prompt in the same batch it is not, and then two sends share a cell or one leaves it. Here
-a piece is what is sent: prefill asks for memory for exactly that when it has computed it, and gets it for itself until
-it is scattered. Positions are counted in the list of delta pages, which decode has sent to prefill.
+The engine divides its buffer in advance into cells of one chunk, counted from the first page, and finds a cell by
+dividing the position of what is sent. Sends are not always whole chunks: behind a prefix, after a hit of prefill's own
+cache, or beside another prompt in a batch, two sends would share a cell or one would cross its end. Here a piece is one
+send: prefill asks for exactly that memory when it has computed the piece, and owns it until it is scattered. Positions
+count in the list of delta pages, which decode has sent to prefill.
 
 Upstream: sgl-project/sglang#30545 (merged), which has staging buffers behind a prefix.
 """
@@ -30,33 +30,33 @@ from sglang.srt.disaggregation.common import staging_buffer as engine
 
 __all__ = ["PIECES", "DeltaStaging", "Space", "piece_bytes"]
 
-# Of every piece's memory, in bytes: what copies of whole words on a GPU ask for.
+# Alignment of a piece's memory in bytes, as word-wise copies on a GPU require.
 ALIGNMENT = 256
-# One prefill may hold one part in so many of the buffer that it has not written: it may stand still, and what it has
-# been given comes back only when it goes on, is gone, or its requests have timed out.
+# One prefill may hold 1/SHARES of the buffer unwritten. If it is hung, that memory comes back only when it continues,
+# is lost, or its requests time out.
 SHARES = 4
-# The largest piece is one part in so many of it.
+# The largest piece is 1/PIECES of the buffer.
 PIECES = 8
-# Seconds without a word of such a prefill after which it is given one more piece, up to half of the buffer: a message
-# may have been lost with a connection, and then nobody writes what it was about.
+# Seconds of silence of such a prefill after which it gets another piece, up to half of the buffer: a message may have
+# been lost with a connection, and then its memory is never written.
 SILENT_S = 5.0
 
 
 def piece_bytes(prefill_tp: int, decode_tp: int, total_heads: int, head_bytes: int, num_layers: int) -> int:
-    """Bytes that one token of a piece takes in a decode rank's buffer: K and V of all heads of that rank.
+    """Bytes per token of a piece in a decode rank's buffer: K and V of all heads of that rank.
 
-    head_bytes: of one head of one token in one layer. All prefill ranks that write to the decode rank are counted.
+    head_bytes: of one head of one token in one layer. Includes all prefill ranks that write to the decode rank.
     """
-    # Every decode rank gets as much as the first.
+    # Equal for all decode ranks.
     return engine.compute_staging_layout(prefill_tp, decode_tp, 0, total_heads, 1, head_bytes, num_layers)[2]
 
 
 class Space:
-    """Byte ranges of one buffer, given out first fit, in multiples of ``ALIGNMENT``."""
+    """Byte ranges of one buffer, allocated first fit in multiples of ``ALIGNMENT``."""
 
     def __init__(self, size: int):
         self.size = size
-        # Free ranges as (offset, length), in order, none next to another.
+        # Free ranges as (offset, length), sorted and not adjacent.
         self.free = [(0, size)]
 
     def take(self, length: int) -> int | None:
@@ -69,7 +69,7 @@ class Space:
         return None
 
     def give(self, offset: int, length: int) -> None:
-        """Give back what `take` gave out."""
+        """Free a range of `take`."""
         insort(self.free, (offset, _aligned(length)))
         joined: list[tuple[int, int]] = []
         for start, free in self.free:
@@ -86,17 +86,17 @@ def _aligned(length: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Piece:
-    """``num_pages`` pages of a delta, by way of ``length`` bytes at ``offset`` (None until they are free)."""
+    """``num_pages`` pages of a delta, staged in ``length`` bytes at ``offset`` (None until allocated)."""
 
     num_pages: int
     length: int
-    # In the order of asking, over all rooms.
+    # Order of the requests over all rooms.
     number: int
     offset: int | None = None
-    # Prefill ranks to tell the offset, and those that have written.
+    # Prefill ranks with their grant callbacks, and ranks that have written.
     askers: dict[int, Callable[[int], None]] = dataclasses.field(default_factory=dict)
     writers: set[int] = dataclasses.field(default_factory=set)
-    # The copy to the KV pool: begun, handed to the device, and what tells on a GPU that it is done.
+    # The copy to the KV pool: begun; launched on the device; on a GPU, its end.
     started: bool = False
     handed: bool = False
     event: torch.cuda.Event | None = None
@@ -106,60 +106,58 @@ class _Piece:
 class _Room:
     pages: npt.NDArray[np.int32]
     prefill_tp: int
-    # Its name, and its part of the buffer.
+    # The prefill's name and its share of the buffer.
     prefill: str
     share: _Share
-    # By the position of their first page in ``pages``; in this order, and without gaps.
+    # By position of the first page in ``pages``; in order, without gaps.
     pieces: dict[int, _Piece] = dataclasses.field(default_factory=dict)
-    # Pages asked for, and pages that are in the KV pool.
+    # Pages requested, and pages copied to the KV pool.
     end: int = 0
     copied: int = 0
     closed: bool = False
 
 
 class _Share:
-    """What one prefill waits for, and what it has been given and has not written.
+    """One prefill's pending pieces, and its granted ones that are not written.
 
-    Of the latter not all counts: with a piece it tells that it goes on, and what it was given before that piece and has
-    not written is nothing that more of it would be kept for.
+    Writing a piece shows that the prefill is alive, so earlier unwritten pieces no longer count against its share.
     """
 
     def __init__(self) -> None:
-        # Some of rooms that have ended, which are passed over.
+        # May include closed rooms, which are skipped.
         self._waiting: deque[tuple[_Room, _Piece]] = deque()
-        # In the order of giving.
+        # In order of the grants.
         self._counted: dict[_Piece, None] = {}
         self._counted_bytes = 0
         self.heard_at = 0.0
-        # Open ones, of which pieces may come.
+        # Open rooms, which may request pieces.
         self.rooms = 0
 
     def wait(self, room: _Room, piece: _Piece) -> None:
-        """``piece`` is the last one that it waits for."""
         self._waiting.append((room, piece))
 
     def first(self) -> _Piece | None:
-        """The one that it has waited for longest."""
+        """The oldest pending piece."""
         while self._waiting and self._waiting[0][0].closed:
             self._waiting.popleft()
         return self._waiting[0][1] if self._waiting else None
 
     def may_take(self, piece: _Piece, size: int) -> bool:
-        """Whether it may have ``piece``, of a buffer of ``size`` bytes."""
+        """Whether it may get ``piece``, of a buffer of ``size`` bytes."""
         taken = self._counted_bytes + piece.length
         if not self._counted or taken <= size // SHARES:
             return True
         return taken <= size // 2 and time.monotonic() - self.heard_at > SILENT_S
 
     def take(self) -> None:
-        """It has been given the first that it waits for."""
+        """Its oldest pending piece was granted."""
         _, piece = self._waiting.popleft()
         self._counted[piece] = None
         self._counted_bytes += piece.length
         self.heard_at = time.monotonic()
 
     def written(self, piece: _Piece) -> None:
-        """It has written ``piece``."""
+        """``piece`` was written."""
         if piece in self._counted:
             for earlier in list(self._counted):
                 self._uncount(earlier)
@@ -168,7 +166,7 @@ class _Share:
         self.heard_at = time.monotonic()
 
     def give_back(self, piece: _Piece) -> None:
-        """It will not write ``piece``, if it has not."""
+        """``piece`` will not be written any more."""
         if piece in self._counted:
             self._uncount(piece)
 
@@ -178,33 +176,31 @@ class _Share:
 
 
 class _Shares:
-    """Of all prefills, and whose turn it is."""
+    """The shares of all prefills, and the order of their grants."""
 
     def __init__(self) -> None:
         # By the prefill's name.
         self.all: dict[str, _Share] = {}
-        # The piece that there is no hole for, and since when.
+        # The oldest piece without a large enough free range, and since when.
         self._stuck: _Piece | None = None
         self._stuck_at = 0.0
 
     def join(self, prefill: str) -> _Share:
-        """One more room of ``prefill``."""
         share = self.all.setdefault(prefill, _Share())
         share.rooms += 1
         return share
 
     def leave(self, prefill: str) -> None:
-        """One less, of which nothing is left."""
         self.all[prefill].rooms -= 1
         if not self.all[prefill].rooms:
             del self.all[prefill]
 
     def give(self, space: Space) -> Iterator[tuple[_Piece, int]]:
-        """The pieces that now get their memory, and where, of those that may have more in the order of asking.
+        """Grant pieces in order of their requests, within shares; yields each with its offset.
 
-        Or a large piece might wait for ever; see `_may_pass`.
+        In order, so that a large piece cannot wait for ever; see `_may_pass`.
         """
-        # One that has its share is not looked at again: a later, smaller piece of it must not pass the first.
+        # A prefill at its limit is skipped entirely: a later, smaller piece must not bypass its first.
         asking = {share: piece for share in self.all.values() if (piece := share.first())}
         while asking:
             share, piece = min(asking.items(), key=lambda item: item[1].number)
@@ -227,10 +223,10 @@ class _Shares:
                 asking[share] = following
 
     def _may_pass(self, piece: _Piece) -> bool:
-        """Whether others may pass ``piece``, for which there is no hole: every other `SILENT_S` seconds.
+        """Whether others may bypass ``piece``, which fits no free range: in every other interval of `SILENT_S` seconds.
 
-        In those between, all that moves becomes free for it; and what a prefill holds that stands still, in the middle
-        of the buffer, does not stop everybody.
+        In the intervals between, all freed memory is kept for it. So neither it nor the others wait for ever if a hung
+        prefill holds memory in the middle of the buffer.
         """
         now = time.monotonic()
         if self._stuck is None or self._stuck.offset is not None or piece.number < self._stuck.number:
@@ -239,7 +235,7 @@ class _Shares:
 
 
 class DeltaStaging:
-    """The staging buffer of one decode rank. Its methods may be called from any thread.
+    """The staging buffer of one decode rank. Thread-safe.
 
     buffer: uint8, as registered with the transfer backend. k_buffers, v_buffers: the KV pool, one tensor a layer, of
     shape [slot, head, head_dim].
@@ -265,24 +261,24 @@ class DeltaStaging:
         self.asked = 0
         self.looked_at = 0.0
         self.copying: list[tuple[_Room, _Piece]] = []
-        # Granted under the lock, and told when that is free again: see `_locked`.
+        # Granted under the lock; callbacks run after its release, see `_locked`.
         self.granted: list[tuple[Callable[[int], None], int]] = []
         self.stream = torch.cuda.Stream(device=buffer.device) if buffer.is_cuda else None
         self.lock = threading.Lock()
 
     def open(self, room: int, pages: npt.NDArray[np.int32], prefill_tp: int, prefill: str) -> None:
-        """Expect pieces for ``room``; ``pages`` are those that prefill is asked to fill, in that order.
+        """Expect pieces for ``room``; ``pages`` are those requested from prefill, in order.
 
-        prefill: its name. Of one buffer that several fill, none gets all.
+        prefill: its name, for its share of the buffer.
         """
         with self._locked():
             self.rooms[room] = _Room(pages, prefill_tp, prefill, self.shares.join(prefill))
 
     def request(self, room: int, start: int, num_pages: int, rank: int, grant: Callable[[int], None]) -> None:
-        """Prefill rank ``rank`` wants to write pages ``start`` and so on; ``grant`` is called with the offset for them.
+        """Prefill rank ``rank`` requests memory for pages from ``start`` on; ``grant`` is called with its offset.
 
-        Now or later, or never if the room ends before. All ranks that write a piece get the same offset: how they share
-        it follows from their number. Raises ValueError for a piece that cannot be right.
+        Now or later, or never if the room ends before. All ranks of a piece get the same offset; their parts follow
+        from their number. Raises ValueError for an invalid piece.
         """
         with self._locked():
             self._settle()
@@ -294,7 +290,7 @@ class DeltaStaging:
                 if start != state.end or num_pages < 1 or start + num_pages > len(state.pages):
                     raise ValueError(
                         f"a piece of {num_pages} pages at {start} is not the next one of {len(state.pages)} pages, "
-                        f"of which {state.end} have been asked for"
+                        f"{state.end} of them already requested"
                     )
                 token = piece_bytes(
                     state.prefill_tp, self.tp_size, self.total_heads, self.head_bytes, len(self.k_buffers)
@@ -316,9 +312,9 @@ class DeltaStaging:
             self._grant()
 
     def written(self, room: int, start: int, rank: int) -> None:
-        """Prefill rank ``rank`` has written its part of the piece at ``start``; the last one starts the copy.
+        """Prefill rank ``rank`` has written its part of the piece at ``start``; the last rank starts the copy.
 
-        Raises ValueError for a piece that cannot be right, and what the copy raises.
+        Raises ValueError for an invalid piece, and errors of the copy.
         """
         with self._locked():
             state = self._open_room(room)
@@ -326,7 +322,7 @@ class DeltaStaging:
                 return
             piece = state.pieces.get(start)
             if piece is None or piece.offset is None or rank not in piece.askers:
-                raise ValueError(f"prefill rank {rank} has written a piece at {start} that was not given to it")
+                raise ValueError(f"prefill rank {rank} has written a piece at {start} that was not granted to it")
             piece.writers.add(rank)
             if piece.started or len(piece.writers) < max(1, state.prefill_tp // self.tp_size):
                 return
@@ -334,7 +330,7 @@ class DeltaStaging:
             state.share.written(piece)
             self.copying.append((state, piece))
             self._grant()
-        # Not under the lock: to hand it over can take a while, and the scheduler asks what has landed.
+        # Not under the lock: the launch can take a while, and the scheduler polls `landed`.
         try:
             self._copy(state, start, piece)
         except Exception:
@@ -346,9 +342,9 @@ class DeltaStaging:
             self._settle()
 
     def landed(self, room: int) -> bool:
-        """Whether nothing of ``room`` is missing that was to come through this buffer; also if nothing was.
+        """Whether all staged pages of ``room`` have been copied; True also if none was staged.
 
-        To be called often: it is what takes back the memory of copies that are done.
+        To be polled: it frees the memory of completed copies.
         """
         with self._locked():
             self._settle()
@@ -356,7 +352,7 @@ class DeltaStaging:
             return state is None or not state.pieces or (state.copied == len(state.pages) and not state.closed)
 
     def is_missing(self, room: int) -> bool:
-        """Whether pages of ``room`` are missing for which no copy is under way."""
+        """Whether pages of ``room`` are missing without a copy in flight."""
         with self._locked():
             self._settle()
             state = self.rooms.get(room)
@@ -366,7 +362,7 @@ class DeltaStaging:
             return state.closed or state.copied + under_way < len(state.pages)
 
     def close(self, room: int) -> bool:
-        """Copy nothing more to the pages of ``room``; whether no copy is under way."""
+        """Start no more copies for ``room``; returns whether none is in flight."""
         with self._locked():
             self._settle()
             state = self.rooms.get(room)
@@ -378,7 +374,7 @@ class DeltaStaging:
             return not any(other is state for other, _ in self.copying)
 
     def drop(self, room: int) -> None:
-        """Forget ``room``, to which no prefill writes any more, and take its memory back."""
+        """Remove ``room``, to which no prefill writes any more, and free its memory."""
         with self._locked():
             state = self.rooms.pop(room, None)
             if state is None:
@@ -386,7 +382,7 @@ class DeltaStaging:
             state.closed = True
             copying = [piece for _, piece in self.copying]
             for piece in state.pieces.values():
-                # A copy reads on until it is done, and is taken back then.
+                # Copies in flight still read their memory; `_settle` frees it.
                 if not any(piece is other for other in copying):
                     state.share.give_back(piece)
                     self._free(piece)
@@ -395,9 +391,9 @@ class DeltaStaging:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; what is granted meanwhile is told when it is free again, in the order of granting.
+        """Hold the lock; grant callbacks run after its release, in order.
 
-        Whoever is told may want another lock, with which in hand somebody else comes here.
+        A callback may take another lock whose holder waits for this one.
         """
         granted: list[tuple[Callable[[int], None], int]] = []
         try:
@@ -424,7 +420,7 @@ class DeltaStaging:
             piece.offset = None
 
     def _settle(self) -> None:
-        """Take back the memory of copies that are done."""
+        """Free the memory of completed copies."""
         under_way = []
         for state, piece in self.copying:
             if not piece.handed or (piece.event is not None and not piece.event.query()):
@@ -438,14 +434,14 @@ class DeltaStaging:
             self._grant()
 
     def _copy(self, state: _Room, start: int, piece: _Piece) -> None:
-        """Hand the copy of a piece to its pages over; on a GPU beside the stream of the forward pass."""
+        """Launch the copy of a piece to its pages; on a GPU in a stream beside the forward pass."""
         pages = torch.from_numpy(state.pages[start : start + piece.num_pages].astype(np.int64))
         layout = (self.page_size, state.prefill_tp, self.tp_size, self.tp_rank, self.total_heads)
         block = self.buffer[piece.offset :]
         if self.stream is None:
             engine.scatter_staging_to_kv(block, self.k_buffers, self.v_buffers, pages, *layout)
             return
-        # This may be a thread that has not used the device before.
+        # This thread may not have used the device before.
         torch.cuda.set_device(self.buffer.device)
         piece.event = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
@@ -454,5 +450,5 @@ class DeltaStaging:
                     block, self.k_buffers, self.v_buffers, pages.to(self.buffer.device), *layout
                 )
             finally:
-                # Also after an error: some layers may be under way.
+                # Also after an error: copies of some layers may be in flight.
                 piece.event.record(self.stream)

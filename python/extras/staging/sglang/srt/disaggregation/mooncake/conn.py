@@ -1,4 +1,4 @@
-"""Deltas by way of staging buffers, in the classes of Mooncake's workers.
+"""Deltas through staging buffers, in the classes of Mooncake's workers.
 
 Upstream: sgl-project/sglang#30545 (merged).
 """
@@ -22,16 +22,16 @@ __all__ = [
     "TransferInfo",
 ]
 
-# What a prefill says that asks for each piece of staging memory.
+# Capability of a prefill that asks for each piece of staging memory.
 PIECES = "pieces"
 listen_for(PIECES)
 
 
 @dataclasses.dataclass
 class TransferInfo(engine.TransferInfo):
-    """Decode's request for KV, with what of it goes through its staging buffer.
+    """Decode's request for KV, with its staged pieces.
 
-    grants: where in that pieces may be written, bytes by first page; written: pieces that have been.
+    grants: offset in decode's staging buffer in bytes, by first page; written: first pages of pieces written.
     """
 
     grants: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -39,25 +39,25 @@ class TransferInfo(engine.TransferInfo):
 
 
 class MooncakeKVManager(SendsPieces, TakesPieces, engine.MooncakeKVManager):
-    """Mooncake manager that sends deltas by way of staging buffers."""
+    """Mooncake manager that sends deltas through staging buffers."""
 
     @property
     def stages_deltas(self) -> bool:
-        """Not with MLA, which has no heads to tell apart."""
+        """False for MLA, which has no heads per rank."""
         return not self.is_mla_backend
 
     def _init_staging_allocator(self) -> None:
-        """With a radix cache the engine does not offer the staging buffer by itself: see `_register_kv_args`."""
+        """With a radix cache, withholds the staging buffer from registrations; see `_register_kv_args`."""
         super()._init_staging_allocator()
         if self.has_radix and self.stages_deltas:
             self.staging_offer, self._staging_ctx.allocator = self._staging_ctx.allocator, None
 
 
 class MooncakeKVSender(engine.MooncakeKVSender):
-    """Mooncake sender that does not wait for a grant for ever."""
+    """Mooncake sender with a limit on the wait for a grant."""
 
     def poll(self) -> KVPoll:
-        """A request that will get no staging memory fails."""
+        """Fails a request that will get no staging memory."""
         status = super().poll()
         if status in (KVPoll.Success, KVPoll.Failed) or not self.kv_mgr.enable_staging:
             return status
@@ -71,7 +71,7 @@ class MooncakeKVSender(engine.MooncakeKVSender):
 
 
 class MooncakeKVReceiver(engine.MooncakeKVReceiver):
-    """Mooncake receiver that has what comes by way of staging copied to its pages."""
+    """Mooncake receiver that waits for staged KV to be copied to its pages."""
 
     @property
     def _offers_staging(self) -> bool:
@@ -79,9 +79,9 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         return self.kv_mgr.staging is not None and PIECES in self.kv_mgr.prefills.of(self.bootstrap_addr).others
 
     def _register_kv_args(self) -> None:
-        """With a radix cache the staging buffer is offered only to prefills that ask for pieces of it.
+        """With a radix cache, offers the staging buffer only to prefills that ask for pieces.
 
-        Others fill it by the engine's grid; offered none, they send without.
+        Others would fill it by the engine's grid; without an offer they send directly.
         """
         if not self._offers_staging:
             super()._register_kv_args()
@@ -100,28 +100,28 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
         state_indices: list[int] | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Expects pieces of what is asked for, with a prefix to name."""
+        """Expects pieces of the requested pages, if decode names a prefix."""
         named = decode_prefix_len is not None and self.bootstrap_infos is not None
         if named and self._offers_staging and self.require_staging:
             prefill_tp = self.prefill_info.attn_tp_size
-            # Its DP ranks stand still each by itself.
+            # Each DP rank has its own share, since one may hang alone.
             prefill = f"{self.bootstrap_addr}, DP rank {self.prefill_dp_rank}"
             self.kv_mgr.staging.open(self.bootstrap_room, kv_indices, prefill_tp, prefill)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len)
 
     def once_metadata_landed(self, state: KVPoll) -> KVPoll:
-        """Success waits for what comes by way of staging, too."""
+        """Success waits for staged KV too."""
         room, staging = self.bootstrap_room, self.kv_mgr.staging
-        # At any state: it is this that makes room in the buffer.
+        # In any state: `landed` also frees memory of the buffer.
         if staging is not None and not staging.landed(room) and state == KVPoll.Success:
             if not staging.is_missing(room):
                 return KVPoll.Transferring
-            self.kv_mgr.record_failure(room, "prefill has reported a success before it had written all pieces")
+            self.kv_mgr.record_failure(room, "prefill reported success before it had written all pieces")
             self.conclude_state = state = KVPoll.Failed
         return super().once_metadata_landed(state)
 
     def clear(self) -> None:
-        """Puts off the engine's while a copy from the staging buffer may still write to its pages, too."""
+        """Delays the engine's while a copy from the staging buffer may still write to its pages."""
         staging = self.kv_mgr.staging
         landed = staging is None or staging.landed(self.bootstrap_room)
         if landed or not self.fenced:
@@ -133,12 +133,12 @@ class MooncakeKVReceiver(engine.MooncakeKVReceiver):
             self.kv_mgr.staging.drop(self.bootstrap_room)
 
     def writers_done(self) -> bool:
-        """No piece may be in flight from the staging buffer to the pages either."""
+        """Also waits for copies in flight from the staging buffer."""
         staging = self.kv_mgr.staging
         return (staging is None or staging.close(self.bootstrap_room)) and super().writers_done()
 
 
 class MooncakeKVBootstrapServer(engine.MooncakeKVBootstrapServer):
-    """Says that prefills over Mooncake ask for each piece of staging memory."""
+    """Reports that prefills over Mooncake ask for each piece of staging memory."""
 
     asks_for_pieces = True

@@ -1,4 +1,4 @@
-"""The transfer queue of a prefill worker over Mooncake, where chunks may wait for decode's staging buffer.
+"""Transfer queue of a prefill worker over Mooncake, in which chunks may wait for decode's staging memory.
 
 Upstream: none is known.
 """
@@ -13,21 +13,21 @@ from sglang.srt.disaggregation.mooncake.watched_queue import WatchedQueue
 
 
 class StagedQueue(WatchedQueue):
-    """Chunks of which something has to go through decode's staging buffer wait here until decode has granted it.
+    """Holds chunks with staged pieces until decode has granted memory for them.
 
-    Others pass. prepare: writes what can be written of a chunk by way of that buffer; True when nothing is left of it
-    there, None when the chunk must not be sent at all.
+    Other chunks bypass them. prepare: writes granted pieces of a chunk; returns True when none is left, None if the
+    chunk must not be sent at all.
     """
 
     def __init__(self, *args):
         super().__init__(*args)
-        # Chunks by room, in order, and since when each room waits; rooms of which something may have become ready.
+        # Chunks by room, in order; time since which each room waits; rooms with changes.
         self.waiting: dict[int, deque] = {}
         self.since: dict[int, float] = {}
         self.news: deque[int] = deque()
 
     def get(self):
-        """The next chunk. To ask for it means to be done with the last one."""
+        """The next chunk. Also marks the previous one as done."""
         self._finish()
         while True:
             if not self.news:
@@ -44,10 +44,10 @@ class StagedQueue(WatchedQueue):
             self.news.popleft()
 
     def _first_ready(self, room: int):
-        """The first chunk of ``room`` if nothing of it waits for staging memory; writes what has got some."""
+        """The first chunk of ``room``, if no piece of it waits for staging memory; writes granted pieces."""
         chunks = self.waiting.get(room, deque())
         self._begin(room)
-        # Also of those behind the first: what decode has granted must not wait for anything.
+        # Of all chunks, not only the first: granted memory must be written at once.
         done = [self.prepare(chunk) for chunk in chunks]
         self._rest()
         while chunks and done[0] is not False:
@@ -61,7 +61,7 @@ class StagedQueue(WatchedQueue):
         return None
 
     def wake(self, room: int) -> None:
-        """Have the worker look again at what waits of ``room``."""
+        """Have the worker check the waiting chunks of ``room``."""
         if room in self.waiting:
             self.queue.put(room)
 
@@ -71,12 +71,12 @@ def _staged(queues: Iterable[WatchedQueue]) -> Iterable[StagedQueue]:
 
 
 def wake(queues: Iterable[WatchedQueue], room: int) -> None:
-    """Have the workers look again at what waits of ``room``."""
+    """Have the workers check the waiting chunks of ``room``."""
     for watched in _staged(queues):
         watched.wake(room)
 
 
 def waited_s(queues: Iterable[WatchedQueue], room: int) -> float:
-    """Seconds for which something of ``room`` has waited for staging memory."""
+    """Seconds for which a chunk of ``room`` has waited for staging memory."""
     waits = [at for watched in _staged(queues) if (at := watched.since.get(room)) is not None]
     return time.monotonic() - min(waits) if waits else 0.0

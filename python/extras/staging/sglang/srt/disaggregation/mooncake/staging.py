@@ -1,4 +1,4 @@
-"""Mooncake manager that sends deltas by way of staging buffers, where prefill and decode have different TP sizes.
+"""Mooncake managers that send deltas through staging buffers, for different TP sizes of prefill and decode.
 
 docs/protocol.md has the messages.
 
@@ -39,31 +39,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a piece waits before it is asked whether decode is still there.
+# Seconds that a piece waits before decode's liveness is checked.
 PATIENCE_S = 2
-# Decode sessions whose pieces have a known size: each restart of a decode worker brings others.
+# Decode sessions with a known piece size: each restart of a decode worker adds new ones.
 REMEMBERED = 1024
 
 
-# The engine's class comes behind.
+# The engine's class follows in the MRO.
 Base: Any = object
 
 
 class SendsPieces(Base):
-    """The part of prefill's manager that is about staging buffers. `conn.py` puts it before the core's."""
+    """Staging in prefill's manager. `conn.py` puts it before the core's."""
 
     def __init__(self, *args, **kwargs):
-        """Adds the books of pieces. Before the engine's own, which starts the threads."""
-        # For each decode session its registration and what follows from it, see `_piece_pages`.
+        """Adds the tables of pieces; before the engine's __init__, which starts the threads."""
+        # By decode session: its registration and the result of `_find_piece_pages`.
         self.piece_sizes: OrderedDict[str, tuple[KVArgsRegisterInfo, int]] = OrderedDict()
-        # What the last transfer of this thread returned.
+        # Status of this thread's last transfer.
         self.returned = threading.local()
-        # Whether what the scheduler sends now is a piece.
+        # Whether the scheduler is sending a piece now.
         self.sends_piece = False
         super().__init__(*args, **kwargs)
 
     def _piece_pages(self, info: TransferInfo) -> int:
-        """The most pages of one piece for a decode rank that gets its KV by way of its staging buffer, else 0."""
+        """Pages of one piece, at most, for a decode rank whose KV is staged; 0 for others."""
         if info.is_dummy or not info.names_prefix or not self.enable_staging or self.kv_buffer_tensors is None:
             return 0
         session = info.mooncake_session_id
@@ -73,7 +73,7 @@ class SendsPieces(Base):
             most = self._find_piece_pages(theirs)
             self.piece_sizes[session] = theirs, most
             if len(self.piece_sizes) > REMEMBERED:
-                # One that is forgotten is found out again.
+                # A removed entry is computed again when needed.
                 self.piece_sizes.popitem(last=False)
             if most:
                 logger.info("KV for %s goes through staging buffers, in pieces of at most %d pages.", session, most)
@@ -84,30 +84,30 @@ class SendsPieces(Base):
             return 0
         layers, page_size = self.kv_buffer_tensors["k_buffers"], self.kv_args.page_size
         if len(self.kv_args.kv_data_ptrs) != 2 * len(layers):
-            # The rest is a draft model's KV, which a staging buffer does not carry.
+            # The rest is a draft model's KV, which staging does not support.
             return 0
         heads = resolve_total_kv_heads(self.kv_args, self.attn_tp_size)
         head_bytes = layers[0].shape[-1] * layers[0].element_size()
         shares = self.kv_args.kv_item_lens[0] * self.attn_tp_size, theirs.dst_kv_item_len * theirs.dst_attn_tp_size
         if set(shares) != {heads * head_bytes * page_size}:
-            # Ranks that share a head: who writes what into a piece is only defined for heads of one rank each.
+            # Ranks that share a head: parts of a piece are only defined for heads of one rank each.
             return 0
         page = page_size * piece_bytes(self.attn_tp_size, theirs.dst_attn_tp_size, heads, head_bytes, len(layers))
         mine = page // max(1, self.attn_tp_size // theirs.dst_attn_tp_size)
-        # Small beside the holes that are left where a prefill stands still. Of a page at least, as long as two fit.
+        # Small beside the gaps that a hung prefill leaves. At least a page, if two fit.
         theirs_in_all = theirs.staging.total_size // page
         most = max(theirs_in_all // PIECES, min(theirs_in_all // 2, 1))
         most = min(most, self._staging_ctx.buffers[0].get_size() // mine)
         if most == 0:
             logger.warning(
-                "Staging buffers are too small for a page of %d bytes, so KV is sent without. Increase "
+                "Staging buffers are too small for a page of %d bytes, so KV is sent unstaged. Increase "
                 "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB on prefill or SGLANG_DISAGG_STAGING_POOL_SIZE_MB on decode.",
                 page,
             )
         return most
 
     def _pieces(self, infos: Iterable[TransferInfo], index_slice: slice) -> list[tuple[int, int]]:
-        """First page and the one behind the last of each piece in which a chunk goes through staging buffers."""
+        """First and end page of each piece of a chunk that is staged."""
         most = min((n for info in infos if (n := self._piece_pages(info))), default=0)
         start, end = index_slice.start, index_slice.stop
         return [(at, min(at + most, end)) for at in range(start, end, most)] if most else []
@@ -115,7 +115,7 @@ class SendsPieces(Base):
     def add_transfer_request(
         self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, state_indices=None
     ) -> None:
-        """A chunk that goes through staging buffers is sent piece by piece."""
+        """Sends a staged chunk piece by piece."""
         add = super().add_transfer_request
         failed = self.request_status.get(bootstrap_room, KVPoll.Failed) == KVPoll.Failed
         infos = [] if failed else list(self.transfer_infos.get(bootstrap_room, {}).values())
@@ -137,11 +137,11 @@ class SendsPieces(Base):
             self.sends_piece = False
 
     def count_transfer(self, peer: str, sent_pages: int, saved_pages: int, runs: int = 0, states: int = 0) -> None:
-        """A piece is one run."""
+        """Counts a piece as one run."""
         super().count_transfer(peer, sent_pages, saved_pages, 1 if self.sends_piece else runs, states)
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
-        """Takes what decode grants."""
+        """Handles decode's grants."""
         grant = Grant.read(frames)
         if grant is None:
             return super()._check_on_prefill(frames)
@@ -164,19 +164,19 @@ class SendsPieces(Base):
             wake(self.watched_queues, grant.room)
 
     def watch(self, queue, executor, staging_buffer) -> WatchedQueue:
-        """Chunks wait in it for decode's staging buffers, where there are some."""
+        """Returns a queue in which chunks wait for staging memory, if staging is on."""
         if not self.enable_staging:
             return super().watch(queue, executor, staging_buffer)
         prepare = partial(self._write_granted, staging_buffer=staging_buffer)
         return StagedQueue(queue, executor, prepare, self._on_chunk_done)
 
     def end_room(self, room: int, *args, **kwargs) -> None:
-        """Wakes the chunks of the room that wait for staging memory."""
+        """Wakes chunks of the room that wait for staging memory."""
         super().end_room(room, *args, **kwargs)
         wake(self.watched_queues, room)
 
     def _write_granted(self, chunk, staging_buffer) -> bool | None:
-        """Write those parts of a chunk for which decode has granted memory; see `StagedQueue`."""
+        """Write the granted pieces of a chunk; see `StagedQueue`."""
         if not self._prepare(chunk):
             return None
         infos = list(self.transfer_infos.get(chunk.room, {}).values())
@@ -195,10 +195,10 @@ class SendsPieces(Base):
         return complete
 
     def _write_piece(self, chunk, info: TransferInfo, offset: int, staging_buffer) -> str | None:
-        """Write a piece and say so to decode; why it could not be written, if so."""
+        """Write a piece and notify decode; returns the reason if it could not be written."""
         session, address = info.mooncake_session_id, NetworkAddress(info.endpoint, info.dst_port)
-        # The rule of the engine, for what goes without staging: each failure may take the transport's time-out, in
-        # which this thread writes for nobody.
+        # As the engine without staging: each failure may take the transport's time-out, which blocks this thread for
+        # all requests.
         with self.session_lock:
             if session in self.failed_sessions:
                 return f"no piece is written to decode at {address.to_host_port_str()}, since writes to it have failed"
@@ -216,7 +216,7 @@ class SendsPieces(Base):
             )
         except RuntimeError as e:
             if not self.returned.status:
-                # On this side: another piece may go.
+                # A local error: another piece may work.
                 raise
             logger.error("A piece could not be written to decode at %s: %s", address.to_host_port_str(), e)
             with self.session_lock:
@@ -224,20 +224,20 @@ class SendsPieces(Base):
             return f"a piece could not be written to decode at {address.to_host_port_str()}"
         if failed:
             raise RuntimeError("a piece does not fit a staging buffer")
-        # The socket on which the end of the transfer is told, so that decode learns of this before.
+        # The same socket as the end of the transfer, so that decode receives this first.
         socket = self._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         socket.send_multipart([b"%d" % chunk.room, STAGED, b"%d" % self._rank, b"%d" % chunk.index_slice.start])
         return None
 
     def _transfer_data(self, mooncake_session_id: str, transfer_blocks: list[tuple[int, int, int]]) -> int:
-        """Notes what the engine's returns: of a piece that cannot be written it makes an error like any other."""
+        """Records the status: the engine raises the same error for a failed write as for others."""
         self.returned.status = super()._transfer_data(mooncake_session_id, transfer_blocks)
         return self.returned.status
 
     def _do_staging_transfer(
         self, staging_strategy, kv_chunk, req, target_info, chunked_dst_kv_indice, executor, queue, prefill_unique_rank
     ):
-        """Replaces the engine's for decode workers with a radix cache: what can be staged has been written before.
+        """Replaces the engine's for decode workers with a radix cache: staged pieces were written before.
 
         Returns 0 on success, and whether to try again later (never).
         """
@@ -267,7 +267,7 @@ class SendsPieces(Base):
         return sent, False
 
     def why_ungranted(self, room: int, infos: Iterable[TransferInfo]) -> str | None:
-        """Why ``room`` will get no staging memory of decode any more, if so."""
+        """Why ``room`` will get no more staging memory from decode; None if it may."""
         waited = waited_s(self.watched_queues, room)
         if waited < PATIENCE_S:
             return None
@@ -277,34 +277,34 @@ class SendsPieces(Base):
         return "decode, which was to grant staging memory, is gone" if is_gone else None
 
     def _prefetch_staging_reqs(self, room: int) -> None:
-        """Leaves out decode workers with a radix cache, which are asked piece by piece."""
+        """Skips decode workers with a radix cache, which are asked piece by piece."""
         if not any(info.names_prefix for info in self.transfer_infos.get(room, {}).values()):
             super()._prefetch_staging_reqs(room)
 
 
 class TakesPieces(Base):
-    """The part of decode's manager that is about staging buffers. `conn.py` puts it before the core's."""
+    """Staging in decode's manager. `conn.py` puts it before the core's."""
 
     def __init__(self, *args, **kwargs):
-        """Adds the buffer. Before the engine's own, which starts the threads."""
-        # With the flag: the staging buffer, and the allocator by which the engine tells prefill of it.
+        """Adds the buffer; before the engine's __init__, which starts the threads."""
+        # With the flag: the staging buffer, and the allocator by which the engine offers it to prefill.
         self.staging: DeltaStaging | None = None
         self.staging_offer: Any = None
         self.engine_staging = EngineStaging()
         super().__init__(*args, **kwargs)
 
     def takes_engine_staging(self, frames: list[bytes]) -> bool:
-        """One that would end the engine's thread is none. Raises ValueError for it."""
+        """Adds a check of messages that would end the engine's thread. Raises ValueError for them."""
         return self.engine_staging.takes(frames, super().takes_engine_staging(frames))
 
     def start_decode_thread(self) -> None:
-        """Takes messages about pieces."""
+        """Handles messages about pieces."""
         if self.has_radix:
             self.server_socket = CheckedSocket(self.server_socket, self._check_on_decode)
         super().start_decode_thread()
 
     def _check_on_decode(self, frames: list[bytes]) -> bool:
-        """Take a message about a piece; whether it is about something else."""
+        """Handle a message about a piece; returns True for other messages."""
         if self.staging is None or not is_piece(frames):
             return True
         room = wire_int(frames[0], "room")
@@ -319,7 +319,7 @@ class TakesPieces(Base):
         return False
 
     def set_kv_buffer_tensors(self, k_buffers: list, v_buffers: list, page_size: int) -> None:
-        """Adds the books of decode's staging buffer, which need the KV pool."""
+        """Adds decode's `DeltaStaging`, which needs the KV pool."""
         super().set_kv_buffer_tensors(k_buffers, v_buffers, page_size)
         if self.staging_offer is not None:
             rank = self.kv_args.engine_rank % self.attn_tp_size
@@ -327,7 +327,7 @@ class TakesPieces(Base):
             self.staging = DeltaStaging(buffer, k_buffers, v_buffers, page_size, self.attn_tp_size, rank)
 
     def on_piece(self, room: int, piece: Wanted | Written) -> None:
-        """Prefill wants staging memory for a piece, or has written it. Raises ValueError when that cannot be right."""
+        """Prefill requests memory for a piece, or has written one. Raises ValueError for an invalid message."""
         assert self.staging is not None
         if isinstance(piece, Written):
             self.staging.written(room, piece.start, piece.rank)

@@ -1,4 +1,4 @@
-"""Shared decode attention on GPUs: whether it is asked for, what it is refused with, where it does not apply.
+"""Shared decode attention on GPUs: the option, and where it is refused or has no effect.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -11,17 +11,17 @@ from typing import Any
 from sglang_pd_radix.environment import switched_on
 
 OPTION = "SGLANG_TRITON_SHARED_PREFIX_ATTENTION"
-#: Wider heads take more registers than a program has; which tiling they need can only be found on a GPU.
+#: Wider heads exceed a program's registers; a tiling for them could only be tuned on a GPU.
 WIDEST_HEAD = 256
 
 
 def wanted() -> bool:
-    """Whether the environment asks for it. Raises ValueError for a value that is neither 0 nor 1."""
+    """Whether the variable is 1. Raises ValueError for a value other than 0 and 1."""
     return switched_on(OPTION, "to read shared prefixes once", "to leave it off")
 
 
 def check(args: Any) -> None:
-    """Raise ValueError for the first server argument that the option does not go with. A prefill worker ignores it."""
+    """Raise ValueError for the first incompatible server argument. A prefill worker ignores the option."""
     if not wanted() or args.disaggregation_mode == "prefill":
         return
     _, backend = args.get_attention_backends()
@@ -46,21 +46,21 @@ def check(args: Any) -> None:
 
 
 def is_windowed(layer: Any) -> bool:
-    """Whether a layer attends to a sliding window only, for which the engine keeps metadata of its own."""
+    """Whether a layer has a sliding window, for which the engine keeps separate metadata."""
     return layer.sliding_window_size is not None and layer.sliding_window_size > -1
 
 
 def why_not(runner: Any, layers: Sequence[Any]) -> str | None:
     """Why decode attention of this model is not shared; None if it is.
 
-    layers: the model's attention layers. Those with a sliding window stay with the engine beside others that are
-    shared; any other that cannot be shared leaves the whole model unshared, since one set of metadata serves them.
+    layers: the model's attention layers. Layers with a sliding window use the engine's kernels. If any other layer
+    cannot be shared, none is, since they use one set of metadata.
     """
     import torch
     from sglang.srt.configs.model_config import AttentionArch
 
     if runner.model_config.attention_arch == AttentionArch.MLA:
-        return "MLA reads a latent for all heads of a request at once as it is, and its tiling needs a GPU to be found"
+        return "MLA already reads a latent once for all heads of a request, and its tiling must be tuned on a GPU"
     full = [layer for layer in layers if not is_windowed(layer)]
     if not full:
         return "every layer has a sliding window"
@@ -70,11 +70,11 @@ def why_not(runner: Any, layers: Sequence[Any]) -> str | None:
         return "the model has cross attention"
     shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in full}
     if len(shapes) > 1:
-        return "its layers have heads of several shapes"
+        return "the head shapes of its layers differ"
     if max(full[0].qk_head_dim, full[0].v_head_dim) > WIDEST_HEAD:
         return f"its heads are wider than {WIDEST_HEAD}"
     pool = runner.token_to_kv_pool
     types = {pool.get_key_buffer(full[0].layer_id).dtype, pool.get_value_buffer(full[0].layer_id).dtype}
     if types != {runner.dtype} or runner.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"its KV is kept in {', '.join(sorted(map(str, types)))} and computed with in {runner.dtype}"
+        return f"its KV is stored as {', '.join(sorted(map(str, types)))} and computed in {runner.dtype}"
     return None

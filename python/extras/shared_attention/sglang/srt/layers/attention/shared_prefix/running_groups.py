@@ -1,4 +1,4 @@
-"""What a batch on a device shares, found on the host without waiting for the device.
+"""Shared prefixes of a batch on a device, found on the host without waiting for the device.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -13,12 +13,12 @@ import torch
 from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
 from sglang_pd_radix.supplied.shared_prefix.written_rows import WrittenRows
 
-#: Rows that are asked for in one step; others follow in the next ones. It bounds what a burst of requests costs a step.
+#: Rows copied in one step; further ones follow in the next steps. Bounds a step's cost in a burst of requests.
 MOST_COPIES = 16
 
 
 class RowCopies:
-    """Copies of rows of ``req_to_token``, under way to the host."""
+    """Copies in flight of ``req_to_token`` rows to the host."""
 
     def __init__(self, table: torch.Tensor, lens: dict[int, int]) -> None:
         on_gpu = table.is_cuda
@@ -26,8 +26,8 @@ class RowCopies:
         for row, length in lens.items():
             slots = table[row, :length]
             self.rows[row] = torch.empty(length, dtype=table.dtype, pin_memory=on_gpu).copy_(slots, non_blocking=on_gpu)
-        # In the stream in which the step runs: what the scheduler wrote before this step is there, and a write that
-        # comes later is noted and makes the copy void.
+        # In the stream of the step: earlier writes of the scheduler are included; a later write is recorded and
+        # invalidates the copy.
         self._event = torch.cuda.Event() if on_gpu else None
         if self._event is not None:
             self._event.record()
@@ -37,10 +37,10 @@ class RowCopies:
 
 
 class RunningGroups:
-    """The tree of the rows that run, of a table on a device.
+    """Prefix tree of the running rows of a device table.
 
-    A row is copied to the host when it enters the batch, and is read by itself until the copy is there, which is a step
-    or two: no step waits. What it holds then changes only at its end, or is noted by `WrittenRows`.
+    A row is copied to the host when it enters the batch. Until the copy arrives, after a step or two, it is read
+    separately: no step waits. Later a row changes only at its end, or the change is recorded by `WrittenRows`.
     """
 
     def __init__(self, pool: Any, page_size: int) -> None:
@@ -53,20 +53,20 @@ class RunningGroups:
         self._expected: tuple[list[int], list[int]] | None = None
 
     def expect(self, batch: Any) -> None:
-        """Note the rows of the batch that runs next, which the engine tells a backend on the device only."""
+        """Record the rows of the next batch, which a backend gets on the device only."""
         self._expected = None
         if batch.forward_mode.is_decode() and batch.spec_info is None and batch.seq_lens_cpu is not None:
             self._expected = [req.req_pool_idx for req in batch.reqs], batch.seq_lens_cpu.tolist()
 
     def take(self) -> tuple[list[int], list[int]] | None:
-        """Rows and lengths of the batch for which metadata is made; None if they are not known. Good for one batch."""
+        """Rows and lengths of the batch whose metadata is built; None if unknown. Valid for one batch."""
         expected, self._expected = self._expected, None
         if expected is None or None in expected[0] or len(set(expected[0])) < len(expected[0]):
-            return None  # the engine's dummy batches are of one row
+            return None  # the engine's dummy batches repeat one row
         return expected
 
     def follow(self, rows: Sequence[int], lens: Sequence[int]) -> bool:
-        """Bring the tree to these rows, as far as they have arrived. False if all is as at the last call."""
+        """Update the tree to these rows, as far as their copies have arrived. Returns False if nothing changed."""
         written = self._written.rows
         same = rows == self._rows and not self._left and written.isdisjoint(rows)
         if same and not any(copies.arrived() for copies in self._coming):

@@ -1,4 +1,4 @@
-"""Decode attention to shared pieces of KV, and the merge with what each request reads itself.
+"""Decode attention to shared pieces of KV, and the merge with each request's own part.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .triton_plan import HEADER, ITEM
 
-#: How float32 is multiplied: as exact as float32 is, on NVIDIA by the units that have only TF32, in three products.
+#: Products with float32 accuracy; NVIDIA's units have TF32 only, so three products there.
 FLOAT32_PRODUCTS = "ieee" if torch.version.hip else "tf32x3"
 
 _HEADER = tl.constexpr(HEADER)
@@ -46,10 +46,10 @@ def _attend_to_pieces(
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """One item of the plan and one KV head: the queries of all members that share the head are rows of one product."""
+    """One item of the plan and one KV head: the queries of all its members are rows of one product."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    # A graph is captured with as many programs as a plan can have items.
+    # A graph is captured with the maximum number of items.
     if item < tl.load(plan):
         entry = plan + tl.load(plan + 2) + item * _ITEM
         table_row = tl.load(entry).to(tl.int64)
@@ -96,7 +96,7 @@ def _attend_to_pieces(
                 mask=inside[:, None] & in_value[None, :],
                 other=0.0,
             )
-            # Each round has a token, so the new maximum is a number.
+            # Each block has a valid token, so the new maximum is finite.
             new_top = tl.maximum(top, tl.max(score, 1))
             fade = tl.exp(top - new_top)
             weight = tl.exp(score - new_top[:, None])
@@ -140,7 +140,7 @@ def _merge(
     LEAST_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One request and head: sum of exp(lse) * result, over the sum of exp(lse), with the maximum kept apart."""
+    """One request and head: sum of exp(lse) * result over sum of exp(lse), with a running maximum."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, BLOCK_VALUE)
@@ -200,7 +200,7 @@ def attend_to_pieces(
     block_rows: int,
     block_tokens: int,
 ) -> None:
-    """Fill ``parts`` and ``weights`` with the results over the pieces of ``plan``; it has at most ``items`` items."""
+    """Compute ``parts`` and ``weights`` over the pieces of ``plan``, which has at most ``items`` items."""
     heads, kv_heads = query.shape[1], keys.shape[1]
     _attend_to_pieces[(items, kv_heads)](
         query,
@@ -247,7 +247,7 @@ def merge(
     value_scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Write to ``out`` what the engine's splits of each request's own part and its shared pieces make together."""
+    """Merge the engine's splits of each request's own part with its shared pieces into ``out``."""
     requests, heads, value_dim = out.shape
     _merge[(requests, heads)](
         own,

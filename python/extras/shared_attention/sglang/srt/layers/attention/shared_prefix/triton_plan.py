@@ -1,4 +1,4 @@
-"""The pieces of shared KV of a step, and whose queries attend to each, as one array for the kernels.
+"""The shared pieces of KV of a step and the queries of each, as one array for the kernels.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -17,19 +17,19 @@ from sglang_pd_radix.supplied.shared_prefix.prefixes import RunningPrefixes
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-#: Partial results over shared pieces that a step may have, for each request, on average. It bounds their memory.
+#: Partial results of a step, at most, per request on average. Bounds their memory.
 PARTS = 4
-#: A shared piece is not cut shorter: a partial result takes as many bytes as several tokens.
+#: Least tokens of a piece: a partial result takes as many bytes as several tokens.
 PIECE_TOKENS = 256
 
-# Where things lie in the array: three numbers, then what each request has of its own in an array of fixed size.
+# Layout of the array: a header of three numbers, then per-request values in an array of fixed size.
 HEADER = 4
 ITEM = 6
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is cut for a device: rows of a product, tokens of a step of the loop, programs to keep it busy."""
+    """Tiling for a device: query rows of a product, tokens of a loop iteration, programs that keep the device busy."""
 
     group: int
     kv_heads: int
@@ -38,14 +38,15 @@ class Tiling:
     programs: int
 
     def most_items(self, parts: int) -> int:
-        """Items of a plan with so many partial results: a piece has two queries at least, and a last block each."""
+        """Items, at most, of a plan with ``parts`` partial results: each piece has two queries or more, and may have a
+        last, partial block."""
         return parts // 2 + parts * self.group // self.block_rows
 
 
 def make_tiling(group: int, kv_heads: int, dim: int, element_size: int, processors: int) -> Tiling:
-    """The tiling for heads of ``dim`` numbers: the largest that compiles without spilling registers (sm_80 and sm_90).
+    """The largest tiling for heads of ``dim`` numbers that compiles without spilling registers (sm_80 and sm_90).
 
-    Two programs for each of the device's processors, since they do not all take the same time.
+    Two programs per processor of the device, since their times differ.
     """
     narrow, half = dim <= 128, element_size == 2
     rows = 64 if narrow and half else 32 if narrow or half else 16
@@ -54,11 +55,10 @@ def make_tiling(group: int, kv_heads: int, dim: int, element_size: int, processo
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """begins: where each request's own part begins. queries: whose each partial result is, by position in the batch.
+    """begins: start of each request's own part. queries: batch position of each partial result's request.
 
-    sources: the partial results of each request, one request after another, ``ends`` where each stops. items, one for
-    each program and KV head: row, start, end of the piece, its first partial result, which block of its query rows, and
-    how many queries it has.
+    sources: partial results of each request, concatenated; ``ends`` are their ends. items, one per program and KV head:
+    row, start and end of the piece, its first partial result, the block of its query rows, its number of queries.
     """
 
     begins: Ints
@@ -69,16 +69,16 @@ class SharedPlan:
 
     @property
     def saved(self) -> int:
-        """Tokens that are not read again because a piece is read once for all its queries."""
+        """Tokens saved by reading a piece once for all its queries."""
         first = self.items[self.items[:, 4] == 0]
         return int(((first[:, 2] - first[:, 1]) * (first[:, 5] - 1)).sum())
 
     def gain(self, shape: LayerShape, costs: Costs) -> float:
-        """What a layer saves that does not read the pieces for each of their queries, nanoseconds."""
+        """Nanoseconds that a layer saves by sharing."""
         return self.saved * shape.kv_bytes * costs.byte - len(self.queries) * costs.query
 
     def packed(self, capacity: int) -> np.ndarray:
-        """One int32 array, with room for ``capacity`` requests where a graph has to find things in the same place.
+        """One int32 array with capacity for ``capacity`` requests: a graph needs fixed positions.
 
         [items, where queries begin, where items begin, 0], begins[capacity], starts of sources[capacity + 1], sources,
         queries, items.
@@ -99,13 +99,12 @@ class SharedPlan:
 
 
 def nothing_shared() -> SharedPlan:
-    """The plan by which every request reads all of its KV itself."""
     none = np.empty(0, np.int64)
     return SharedPlan(none, none, none, none, np.empty((0, ITEM), np.int64))
 
 
 def levels_within(prefixes: RunningPrefixes, shape: LayerShape, costs: Costs, most_parts: int) -> list[Level]:
-    """The levels to read together, with at most ``most_parts`` partial results."""
+    """The levels to share, with at most ``most_parts`` partial results."""
     levels = choose_levels(prefixes, shape, costs)
     while sum(len(level.rows) for level in levels) > most_parts:
         costs = replace(costs, query=4 * costs.query + 1)
@@ -114,7 +113,7 @@ def levels_within(prefixes: RunningPrefixes, shape: LayerShape, costs: Costs, mo
 
 
 def make_plan(levels: Sequence[Level], rows: Sequence[int], tiling: Tiling, most_parts: int) -> SharedPlan:
-    """Cut levels into pieces, so that there are programs enough and each has about as much to read."""
+    """Cut levels into pieces of about equal size, so that there are enough programs."""
     index = {row: i for i, row in enumerate(rows)}
     members = np.fromiter(map(index.__getitem__, chain.from_iterable(level.rows for level in levels)), np.int64)
     start = np.array([level.start for level in levels])
@@ -133,7 +132,7 @@ def make_plan(levels: Sequence[Level], rows: Sequence[int], tiling: Tiling, most
         if parts <= most_parts or pieces.max() == 1:
             break
         tokens *= 2
-    # Of the pieces of a level, all but the last are of the same length, whole steps of the kernel's loop.
+    # All pieces of a level but the last have the same length, in whole iterations of the kernel's loop.
     length = _rounded_up(-(-(end - start) // pieces), tiling.block_tokens)
     pieces = -(-(end - start) // length)
 

@@ -1,4 +1,4 @@
-"""The engine's ``triton`` backend, with decode steps that read shared prefixes once.
+"""The engine's ``triton`` backend with decode steps that read shared prefixes once.
 
 Upstream: none is known for triton; sgl-project/sglang#23184 and #29288 (open) are FlashInfer's cascade.
 """
@@ -22,24 +22,23 @@ from .running_groups import RunningGroups
 from .triton_plan import HEADER, PARTS, SharedPlan, levels_within, make_plan, make_tiling, nothing_shared
 
 # Fitted on an H100: docs/evidence.md#h100-2026-11-23.
-#: Bytes that a GPU reads in a nanosecond of attention.
+#: Bytes per nanosecond that a GPU reads in attention.
 BANDWIDTH = 2800.0
-#: Nanoseconds for a byte of a partial result, which is written by one kernel and read by another.
+#: Nanoseconds per byte of a partial result, written by one kernel and read by another.
 PARTIAL = 0.0085
-#: What a layer's step with shared pieces takes more than one without, whatever they are.
+#: Additional nanoseconds of a layer's step with shared pieces, independent of their size.
 CALL = 8200.0
-#: A piece that is read for itself: what one of a hundred processors needs to begin, 5 us, in time of all of them.
-#: Estimated. What multiplies and adds is the same with sharing as without, so the choice does not depend on it.
+#: Start of a piece: 5 us on one of a hundred processors, as time of all of them. Estimated. Multiplications are the
+#: same with and without sharing, so the choice does not depend on them.
 PIECE = 50.0
 
 
 def costs_of(heads: int, value_dim: int) -> Costs:
-    """The constants above, for a layer with so many heads on this rank, whose values have so many numbers."""
+    """The costs of a layer with ``heads`` heads on this rank and ``value_dim`` numbers per value."""
     return Costs(byte=1 / BANDWIDTH, product=0, score=0, piece=PIECE, query=heads * (value_dim + 1) * 4 * PARTIAL)
 
 
 def attention_layers(runner: Any) -> list[Any]:
-    """The attention layers of a runner's model."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
@@ -47,7 +46,7 @@ def attention_layers(runner: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the layers of a step are called with: how many items at most, and memory for partial results."""
+    """Arguments of a step's layers: items, at most, and memory for partial results."""
 
     items: int
     parts: torch.Tensor
@@ -55,15 +54,15 @@ class Launch:
 
 
 class SharedPrefixTritonBackend(TritonAttnBackend):
-    """A decode step attends to shared pieces with all their queries at once, and to what each request has of its own
-    with the engine's kernel; one more kernel merges them. Everything else is the engine's.
+    """Attends to shared pieces with all their queries at once, and to each request's own part with the engine's
+    kernel; a further kernel merges both. Everything else is the engine's.
 
-    The engine's metadata of a decode step (``kv_indptr``, ``kv_indices``, ``num_kv_splits``) is cut down to the own
-    parts. The plan of the shared ones is an array on the device, written anew when the batch or what it shares changes.
-    A CUDA graph is captured with both, at addresses that stay: the same graph serves every plan, and the empty one.
+    The engine's metadata of a decode step (``kv_indptr``, ``kv_indices``, ``num_kv_splits``) is reduced to the own
+    parts. The plan is an array on the device, rewritten when the batch or its shared prefixes change. A CUDA graph is
+    captured with both at fixed addresses, so it serves every plan, including the empty one.
     """
 
-    # What several requests of a step share is read once.
+    # Read by the ITL target: a shared prefix is read once in a step.
     shares_prefixes = True
 
     def __init__(self, runner: Any, layers: Sequence[Any]) -> None:
@@ -81,7 +80,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         )
         self._partial = (heads, value_dim)
         self.groups = RunningGroups(runner.req_to_token_pool, pool.page_size)
-        # Where ForwardBatch.init_new finds them.
+        # Read by ForwardBatch.init_new.
         runner.running_groups = self.groups
 
         self._capacity = runner.req_to_token_pool.size
@@ -95,7 +94,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         self._nothing = nothing_shared()
         self._plan = self._on_device = self._nothing
         self._memory = self._new_memory(0)
-        # Of the captured graphs; theirs stays where it is.
+        # Used by captured graphs, so its address is fixed.
         self._graph_memory: tuple[torch.Tensor, torch.Tensor] | None = None
         self._launch: Launch | None = None
 
@@ -105,7 +104,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         return torch.empty((parts, heads, value_dim), **shape), torch.empty((parts, heads), **shape)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """The engine's, and for a decode step with something to share the plan of it."""
+        """Adds the plan of a decode step with shared prefixes."""
         super().init_forward_metadata(forward_batch)
         self._launch = None
         batch = self.groups.take()
@@ -129,12 +128,12 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         self._launch = Launch(len(plan.items), *self._memory)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """The engine's, and memory for as many partial results as a batch of this size may have."""
+        """Adds memory for the partial results of a batch of this size."""
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
         self._graph_memory = self._new_memory(PARTS * max_bs)
 
     def init_forward_metadata_capture_cuda_graph(self, bs: int, *args: Any, **kwargs: Any) -> None:
-        """The engine's; the graph takes the plan that is on the device at its replay. One request shares nothing."""
+        """Adds the plan, which a graph reads at its replay. A single request shares nothing."""
         super().init_forward_metadata_capture_cuda_graph(bs, *args, **kwargs)
         self._launch = None
         if bs > 1 and self._graph_memory is not None:
@@ -144,7 +143,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
     def init_forward_metadata_replay_cuda_graph(
         self, bs: int, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        """The engine's, and the plan of the batch. What the engine fills the batch up with shares nothing."""
+        """Adds the batch's plan. The engine's padding shares nothing."""
         super().init_forward_metadata_replay_cuda_graph(bs, req_pool_indices, seq_lens, *args, **kwargs)
         batch = self.groups.take()
         plan = self._nothing if batch is None or bs == 1 else self._next_plan(*batch)
@@ -163,7 +162,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         return self._plan
 
     def _put(self, plan: SharedPlan) -> None:
-        """Have a plan on the device, in the order of the stream; its copy is waited for by nobody."""
+        """Copy a plan to the device, in stream order, without waiting."""
         if plan is self._on_device:
             return
         packed = torch.from_numpy(plan.packed(self._capacity))
@@ -181,7 +180,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         kv_indices: torch.Tensor,
         num_kv_splits: torch.Tensor,
     ) -> None:
-        """Cut the engine's metadata down to what no shared piece holds, on the device."""
+        """Reduce the engine's metadata to the own parts, on the device."""
         begins = self._begins[:bs]
         lens = seq_lens[:bs] - begins
         self.kv_indptr[1 : bs + 1] = torch.cumsum(lens, dim=0)
@@ -206,7 +205,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of own and shared parts where the step has a plan, else the engine's."""
+        """Attends to own and shared parts if the step has a plan; otherwise the engine's."""
         launch = self._launch
         if launch is None or is_windowed(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
@@ -241,7 +240,7 @@ class SharedPrefixTritonBackend(TritonAttnBackend):
             self._tiling.block_rows,
             self._tiling.block_tokens,
         )
-        # The engine's two forms of its first kernel, chosen as it does.
+        # The engine's choice between the two forms of its first kernel.
         alone = layer.tp_q_head_num == values.shape[1]
         attend = engine_kernels._decode_att_m_fwd if alone else engine_kernels._decode_grouped_att_m_fwd
         attend(
