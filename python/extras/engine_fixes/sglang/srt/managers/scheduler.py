@@ -34,8 +34,8 @@ class Scheduler(engine.Scheduler):
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
         """Adds the check of forced tokens, and two cases that the engine misses.
 
-        A pause in mode ``retract`` requeues decode requests without ``is_retracted``. They would start another handshake
-        with a prefill that has finished them, and wait forever.
+        A pause in mode ``retract`` requeues decode requests without ``is_retracted``. They would start another
+        handshake with a prefill that has finished them, and wait forever.
 
         With priorities, prefill and decode (with the flag) sort the queue by priority. A request without one, such as a
         warm-up, would end the worker: it gets the lowest.
