@@ -1,1 +1,1 @@
-"""How the patch set reaches the engine: the start of the process, the loader, and the register of what it changes."""
+"""Applies the patch set to the engine: process start, loader, and the register of changes."""

@@ -1,7 +1,7 @@
-"""Runs at the start of every Python of this environment, so it must cost next to nothing and import nothing.
+"""Runs at the start of every Python of this environment: it has to be cheap and import nothing.
 
-It leaves one finder on ``sys.meta_path`` that waits for the name ``sglang``. Only when that package is really executed,
-and not when a program merely asks whether it exists, is the loader imported.
+It puts one finder for the name ``sglang`` on ``sys.meta_path``. The loader is imported only when that package is
+executed, not when a program checks whether it exists.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 class _EngineFinder:
-    """Finds ``sglang`` where everybody else finds it, and gets the loader a word in before its code runs."""
+    """Finds ``sglang`` as other finders do, and runs the loader before its code."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "sglang":
@@ -21,7 +21,7 @@ class _EngineFinder:
                 break
         else:
             return None
-        # A namespace package has no loader yet: that is a bare directory called sglang, not the engine.
+        # A namespace package has no loader yet: a bare directory called sglang, not the engine.
         if spec.loader is not None and spec.submodule_search_locations is not None:
             execute = spec.loader.exec_module
 
@@ -43,12 +43,12 @@ def _is_switched_off() -> bool:
     try:
         return not environment.patches_engine()
     except environment.PdRadixError:
-        # Not for a process without the engine to end by: the loader says it to who imports that.
+        # Do not end processes without the engine: the loader reports it on import.
         return False
 
 
 def install() -> None:
-    """Wait for the engine; if it is imported already, patch it now. Does nothing with SGLANG_PD_RADIX=0."""
+    """Wait for the engine, or patch it if it is imported already. Does nothing with SGLANG_PD_RADIX=0."""
     if _is_switched_off() or any(isinstance(f, _EngineFinder) for f in sys.meta_path):
         return
     sys.meta_path.insert(0, _EngineFinder())  # type: ignore[arg-type]

@@ -1,14 +1,14 @@
 """Executes the patch files on top of the engine's modules.
 
-A patch file is found by its path alone: ``sglang/srt/disaggregation/decode.py`` under :func:`patch_root` belongs to the
-engine module ``sglang.srt.disaggregation.decode``. When the engine has such a module, the file is an *overlay*: it runs
-after the engine's own code, in a namespace of its own, and the names in its ``__all__`` go into the module. When the
-engine has none, the file is a *new module*, found through the ``__path__`` of the engine's package.
+A patch file is identified by its path: ``sglang/srt/disaggregation/decode.py`` under :func:`patch_root` belongs to the
+engine module ``sglang.srt.disaggregation.decode``. If the engine has that module, the file is an *overlay*: it runs
+after the engine's code in its own namespace, and the names in its ``__all__`` go into the module. Otherwise the file is
+a *new module*, found through the ``__path__`` of the engine's package.
 
-An *extra* is a folder ``extras/NAME`` there with such a tree of its own. Overlays of one module run one after another,
-the core's first and then those of the extras in the order of ``extras/ORDER``; each sees the module as the one before
-has left it. A line there is ``NAME``, or ``NAME: OTHER`` where it imports another extra. No two new modules have one
-name: an extra changes modules of the engine, and none of the core.
+An *extra* is a folder ``extras/NAME`` with such a tree. Overlays of one module run in order: the core's, then those of
+the extras in the order of ``extras/ORDER``. Each sees the module as the one before left it. A line of ORDER is
+``NAME``, or ``NAME: OTHER`` if it imports another extra. New modules have unique names: an extra changes modules of the
+engine, never of the core.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sglang_pd_radix.errors import PatchError, PdRadixError
 ENGINE_VERSION = "0.5.10.post1"
 BUILT_IN_SINCE = (0, 5, 11)
 WAY_OUT = "Set SGLANG_PD_RADIX=0 to run the engine without the patch set."
-#: Which extras run: their names, with commas between, or "none". Empty or not set: all that are there.
+#: The extras that run: names separated by commas, or "none". Empty or unset: all.
 EXTRAS = "SGLANG_PD_RADIX_EXTRAS"
-# Set once the reason for staying inert has been told, so that the engine's child processes do not repeat it.
+# Set once the reason for being inactive has been printed, so that child processes do not repeat it.
 _TOLD = "SGLANG_PD_RADIX_TOLD"
 
 
@@ -50,15 +50,15 @@ class _State:
 
 _state = _State()
 _applied: set[str] = set()
-# Of the overlays that have run.
+# Namespaces of the overlays that have run.
 _namespaces: list[dict[str, Any]] = []
 _failed: dict[str, PatchError] = {}
 
 
 @dataclass(frozen=True)
 class PatchFile:
-    """One file of the patch set: its dotted module name, its path, whether the engine has a module of that name, and
-    below which of the `patch_roots` it is."""
+    """A file of the patch set: dotted module name, path, whether the engine has that module, and its root among
+    `patch_roots`."""
 
     module: str
     path: Path
@@ -67,10 +67,10 @@ class PatchFile:
 
 
 class EngineView(ModuleType):
-    """The module as it was before the overlay; what the overlay did not touch is read from the live module.
+    """The module before the overlay; names that the overlay did not change are read from the live module.
 
-    An overlay imports the module it changes (``from sglang.srt.x import decode as engine``). Once its names are in that
-    module, ``engine.f`` inside a function of the overlay would be the overlay's own ``f`` and call itself for ever.
+    An overlay imports the module it changes (``from sglang.srt.x import decode as engine``). Without this view,
+    ``engine.f`` in a function of the overlay would be the overlay's own ``f`` and recurse for ever.
     """
 
     def __init__(self, module: ModuleType, originals: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class EngineView(ModuleType):
 
 
 def patch_root() -> Path:
-    """The directory that holds the patch tree ``sglang/``: inside the package in a wheel, the checkout's in an editable
+    """The directory of the patch tree ``sglang/``: inside the package in a wheel, the checkout's in an editable
     install."""
     package = Path(__file__).resolve().parents[1]
     carried = package / "_patches"
@@ -97,7 +97,7 @@ def patch_root() -> Path:
 
 
 def known_extras(root: Path | None = None) -> list[str]:
-    """The extras that are there, in the order in which they are laid over the core.
+    """The extras that exist, in the order of their overlays.
 
     ``root`` is the directory that holds the patch tree (default: `patch_root`).
     """
@@ -106,15 +106,15 @@ def known_extras(root: Path | None = None) -> list[str]:
 
 
 def needs(root: Path | None = None) -> dict[str, list[str]]:
-    """The extras that each one imports, in that order; of those too that are not there."""
+    """The extras that each one imports, in that order, including missing ones."""
     order = (root or patch_root()) / "extras" / "ORDER"
     lines = order.read_text(encoding="utf-8").splitlines() if order.is_file() else []
     return {name.strip(): others.split() for name, _, others in (line.partition(":") for line in lines) if name.strip()}
 
 
 def extras() -> list[str]:
-    """Those of them that run. Raises PdRadixError where SGLANG_PD_RADIX_EXTRAS names one that is not there, or leaves
-    out what one needs."""
+    """The extras that run. Raises PdRadixError if SGLANG_PD_RADIX_EXTRAS names an unknown one, or leaves out a needed
+    one."""
     known = known_extras()
     given = [name.strip() for name in os.environ.get(EXTRAS, "").split(",") if name.strip()]
     if given == ["none"]:
@@ -131,7 +131,7 @@ def extras() -> list[str]:
 
 
 def patch_roots(names: Sequence[str], root: Path | None = None) -> list[Path]:
-    """The directories that hold a patch tree: ``root`` (default: `patch_root`), and those of the extras ``names``."""
+    """The directories with a patch tree: ``root`` (default: `patch_root`), and those of the extras ``names``."""
     root = root or patch_root()
     return [root, *(root / "extras" / name for name in names)]
 
@@ -142,7 +142,7 @@ def active() -> bool:
 
 
 def status() -> dict[str, Any]:
-    """What the loader did in this process: ``active``, ``reason``, ``engine``, ``modules`` (dotted names patched so
+    """The loader's state in this process: ``active``, ``reason``, ``engine``, ``modules`` (dotted names patched so
     far), ``patch_root``, ``extras``."""
     return {
         "active": _state.active,
@@ -155,7 +155,7 @@ def status() -> dict[str, Any]:
 
 
 def engine_version() -> str | None:
-    """The installed engine's version, read from its metadata without importing it; None when there is none."""
+    """The installed engine's version from its metadata, without an import; None if there is none."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -163,13 +163,13 @@ def engine_version() -> str | None:
 
 
 def engine_root() -> Path | None:
-    """The engine's package directory, found without importing it; None when it is not installed."""
+    """The engine's package directory, without an import; None if it is not installed."""
     spec = importlib.util.find_spec("sglang")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def inert_reason(version: str | None) -> str | None:
-    """Why the patch set does not apply to this engine version; None when it does."""
+    """Why the patch set does not apply to this engine version; None if it does."""
     if version == ENGINE_VERSION:
         return None
     if version is None:
@@ -181,9 +181,9 @@ def inert_reason(version: str | None) -> str | None:
 
 
 def _of_another_installation(root: Path) -> str | None:
-    """Why `engine_version` is not that of the engine in ``root``; None where it is.
+    """Why `engine_version` is not the version of the engine in ``root``; None if it is.
 
-    A source tree on PYTHONPATH has no metadata: what is found is that of an engine that does not run.
+    A source tree on PYTHONPATH has no metadata: what is found belongs to an engine that does not run.
     """
     found = importlib.metadata.distribution("sglang")
     place = Path(str(found.locate_file("sglang")))
@@ -191,10 +191,10 @@ def _of_another_installation(root: Path) -> str | None:
     with suppress(ValueError, KeyError, TypeError):
         source = json.loads(found.read_text("direct_url.json") or "{}")
         if source["dir_info"]["editable"]:
-            # Installed to be edited: the metadata alone is where packages are.
+            # An editable installation: only its metadata is in site-packages.
             place = Path(unquote(urlsplit(source["url"]).path))
             folders += [place / within / "sglang" for within in ("", "python", "src")]
-    # setuptools can install a folder of links to each file ("strict"), too.
+    # setuptools can also install a folder of links to each file ("strict").
     roots = {os.path.realpath(root), os.path.dirname(os.path.realpath(root / "__init__.py"))}
     if roots & set(map(os.path.realpath, folders)):
         return None
@@ -203,10 +203,10 @@ def _of_another_installation(root: Path) -> str | None:
 
 
 def patch_files(engine: Path, roots: Sequence[Path]) -> Iterator[PatchFile]:
-    """Every file of the patch trees below ``roots``, tree by tree in the order of its path.
+    """Every file of the patch trees below ``roots``, tree by tree, sorted by path.
 
-    ``engine`` is the engine's package directory and is only looked at, never imported. Raises PatchError for a file
-    that would hide a package of the engine, for a second new module of one name, and for a folder that cannot be read.
+    ``engine``: the engine's package directory; not imported. Raises PatchError for a file that would hide a package of
+    the engine, for a second new module of one name, and for an unreadable folder.
     """
     new: dict[str, Path] = {}
     paths = [(path, root) for root in roots for path in _python_files(root / "sglang")]
@@ -228,9 +228,9 @@ def patch_files(engine: Path, roots: Sequence[Path]) -> Iterator[PatchFile]:
 
 
 def _python_files(folder: Path) -> list[Path]:
-    """Every Python file below ``folder``, by its path; none of a name, or in a folder, that begins with a dot.
+    """Every Python file below ``folder``, sorted by path, except names and folders that begin with a dot.
 
-    These are left there by editors and notebooks, and may be links to nowhere.
+    Editors and notebooks leave those, and they may be dangling links.
     """
     found = []
     for inside, folders, files in os.walk(folder, onerror=_raise):
@@ -244,11 +244,11 @@ def _raise(error: OSError) -> None:
 
 
 def activate(engine: ModuleType) -> None:
-    """Prepare everything before the code of ``engine`` (the top-level package ``sglang``) runs.
+    """Prepare the patches before the code of ``engine`` (the top-level package ``sglang``) runs.
 
-    Applies to exactly one engine version; on any other it tells why in one line on stderr and changes nothing. Raises
-    PdRadixError where SGLANG_PD_RADIX says neither yes nor no or SGLANG_PD_RADIX_EXTRAS names what is no extra, and
-    PatchError for a folder that cannot be read; whoever imports the engine again then meets the same.
+    Applies to exactly one engine version; on others it prints the reason in one line on stderr and changes nothing.
+    Raises PdRadixError for an invalid SGLANG_PD_RADIX or SGLANG_PD_RADIX_EXTRAS, and PatchError for an unreadable
+    folder; later imports of the engine fail alike.
     """
     reason = inert_reason(engine_version())
     if reason is None and engine.__file__ is not None:
@@ -277,20 +277,20 @@ def activate(engine: ModuleType) -> None:
 def _register(root: Path) -> None:
     import wrapt
 
-    # All is read before the first hook is registered: after a failure nothing is half done.
+    # Read everything before the first hook is registered: a failure leaves nothing half done.
     files, packages = list(patch_files(root, patch_roots(_state.extras))), _packages()
     for file in files:
         if file.overlay:
             wrapt.register_post_import_hook(partial(_overlay, path=file.path), file.module)
     for name, folders in packages.items():
-        # Namespace packages follow their parent's __path__ by themselves.
+        # Namespace packages follow their parent's __path__.
         if any((folder / "__init__.py").is_file() for folder in (root.joinpath(*name.split(".")[1:]), *folders)):
             wrapt.register_post_import_hook(lambda module: _extend_packages(), name)
 
 
 @cache
 def _packages() -> dict[str, list[Path]]:
-    """The packages that we have folders of, and these, in the order of the roots."""
+    """Our packages and their folders, in the order of the roots."""
     found: dict[str, list[Path]] = {}
     for root in patch_roots(_state.extras):
         folders = {path.parent for path in _python_files(root / "sglang")}
@@ -301,9 +301,9 @@ def _packages() -> dict[str, list[Path]]:
 
 
 def _extend_packages() -> None:
-    """Append our folders to the ``__path__`` of every package in memory that has some, so new modules are found.
+    """Append our folders to the ``__path__`` of every loaded package that has some, so new modules are found.
 
-    Appended, and therefore searched after the engine's own folder.
+    Appended folders are searched after the engine's own.
     """
     for name, folders in _packages().items():
         package = sys.modules.get(name)
@@ -338,7 +338,7 @@ def _overlay(module: ModuleType, path: Path) -> None:
         setattr(module, key, namespace[key])
     _rebind(module, originals)
     _namespaces.append(namespace)
-    # The engine's originals, where an earlier overlay has changed the same.
+    # The engine's originals, if an earlier overlay has changed the same names.
     before = vars(module).get("__pd_radix__", {"names": [], "originals": {}})
     module.__pd_radix__ = {  # type: ignore[attr-defined]
         "names": [*dict.fromkeys([*before["names"], *names])],
@@ -348,9 +348,8 @@ def _overlay(module: ModuleType, path: Path) -> None:
 
 
 def _rebind(module: ModuleType, originals: dict[str, Any]) -> None:
-    """Give the new classes and functions to who has taken the old ones: modules that did so while this one was still
-    being executed (a circular import) or before the loader came (a late start), and earlier overlays, this module's
-    own among them."""
+    """Replace the old classes and functions in modules that have imported them: during this module's own execution (a
+    circular import), before the loader (a late start), and in earlier overlays, also this module's."""
     changed = {
         id(old): vars(module)[key]
         for key, old in originals.items()
@@ -374,8 +373,8 @@ def _exported(namespace: dict[str, Any]) -> list[str]:
 
 
 def _refuse(name: str, error: PatchError) -> None:
-    """Make every later import of this module fail as the first did: a caller that swallowed the error and tries again
-    would otherwise get the engine's module without the patch."""
+    """Make every later import of this module fail as the first did: a caller that retries after the error would
+    otherwise get the engine's module without the patch."""
     _failed[name] = error
     if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Refusal())  # type: ignore[arg-type]

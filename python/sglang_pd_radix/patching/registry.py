@@ -1,7 +1,7 @@
-"""The register of everything the patch set changes in the engine, and the pins that guard it.
+"""The register of all changes to the engine, and the pins that guard it.
 
-Read from the source text of both sides with ``ast``: nothing of the engine is imported, so it runs in a second, on any
-machine, and against an engine that does not start.
+It parses the source text of both sides with ``ast`` and does not import the engine. So it takes a second on any
+machine, also for an engine that does not start.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Replacement:
-    """One thing the patch set changes or adds. ``file`` begins with ``extras/NAME`` where that is of an extra.
+    """One change or addition. ``file`` begins with ``extras/NAME`` for an extra's.
 
-    ``kind`` is ``extends`` (a subclass takes the class's name), ``wraps`` (calls what it replaces), ``replaces`` (does
-    not) or ``adds``. ``why`` is the first paragraph of the docstring, ``upstream`` its ``Upstream:`` line, inherited
-    from the class or the file where it has none. ``pin`` names the engine source it relies on (``module:qualname``).
+    ``kind``: ``extends`` (a subclass takes the class's name), ``wraps`` (calls what it replaces), ``replaces`` (does
+    not) or ``adds``. ``why``: first paragraph of the docstring. ``upstream``: its ``Upstream:`` line, or that of the
+    class or file. ``pin``: the engine source it relies on (``module:qualname``).
     """
 
     file: str
@@ -45,19 +45,19 @@ class Replacement:
 
     @property
     def extra(self) -> str:
-        """The extra that it is of; "" for the core."""
+        """Its extra; "" for the core."""
         top, _, rest = self.file.partition("/")
         return rest.partition("/")[0] if top == "extras" else ""
 
     @property
     def undocumented(self) -> bool:
-        """Whether it lacks the docstring that it owes: everything does but an added function or method."""
+        """Whether a required docstring is missing: only added functions and methods need none."""
         return not self.why and (self.kind != "adds" or self.name == "*")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """A pin that does not hold. ``problem`` is ``missing``, ``changed``, ``gone`` or ``stale``."""
+    """A violated pin. ``problem``: ``missing``, ``changed``, ``gone`` or ``stale``."""
 
     pin: str
     problem: str
@@ -72,7 +72,7 @@ class Drift:
 
 
 class _Source:
-    """The syntax trees of a package ``sglang``, by dotted module name; what one folder has not, the next may have."""
+    """Syntax trees of a package ``sglang``, by dotted module name; the first folder that has a module counts."""
 
     def __init__(self, *folders: Path) -> None:
         self.folders = folders
@@ -97,7 +97,7 @@ class _Module:
         except SyntaxError as error:
             raise PdRadixError(f"{path}, line {error.lineno}: {error.msg}") from error
         except ValueError as error:
-            # It is not UTF-8, or has NULs.
+            # Not UTF-8, or with NULs.
             raise PdRadixError(f"{path}: {error}") from error
         self.lines = text.splitlines()
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -108,7 +108,7 @@ class _Module:
         self.imports = dict(self._imports())
 
     def _imports(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Local name -> (module, name in it), or (module, "") where the name is the module itself."""
+        """Local name -> (module, name in it); (module, "") for the module itself."""
         for node in _statements(self.tree.body):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -123,8 +123,8 @@ class _Module:
                     yield alias.asname or alias.name, (base, alias.name)
 
     def references(self, module: str, name: str, attribute: str = "") -> set[str]:
-        """The expressions by which this file can name ``module.name`` (or ``module.name.attribute``): through the
-        module, an import, or a module-level name bound to one of these."""
+        """Expressions by which this file can name ``module.name`` (or ``module.name.attribute``): through the module,
+        an import, or a module-level name bound to one of these."""
         known = {
             f"{local}.{name}" for local, origin in self.imports.items() if ".".join(filter(None, origin)) == module
         }
@@ -140,7 +140,7 @@ class _Module:
         return {name for name, value in assigned.items() if value is not None and ast.unparse(value) in expressions}
 
     def find(self, name: str) -> tuple[_Module, list[ast.stmt]] | None:
-        """The definition of a top-level name, followed through imports within the same tree."""
+        """The definition of a top-level name; follows imports within the tree."""
         if name in self.definitions:
             return self, self.definitions[name]
         if name in self.imports:
@@ -162,7 +162,7 @@ class _Module:
                 yield found
 
     def method(self, node: ast.ClassDef, name: str) -> tuple[str, str] | None:
-        """(pin, source text) of a method, looked for in the class and then in its bases."""
+        """(pin, source text) of a method, from the class or its bases."""
         own = [item for item in _statements(node.body) if isinstance(item, _Function) and item.name == name]
         if own:
             return f"{self.name}:{node.name}.{name}", self.text(own)
@@ -183,7 +183,7 @@ class _Module:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body, those under ``if``, ``try`` and ``with`` included."""
+    """The statements of a body, including those under ``if``, ``try`` and ``with``."""
     for node in body:
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             for field in ("body", "orelse", "finalbody"):
@@ -205,18 +205,18 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def replacements(engine: Path | None = None, root: Path | None = None) -> list[Replacement]:
-    """Everything the patch set changes or adds, in the order of the files.
+    """All changes and additions, in the order of the files.
 
-    ``engine`` is the engine's package directory (default: the installed one), ``root`` the directory that holds the
-    patch tree (default: :func:`loader.patch_root`). Raises PdRadixError for a missing engine or a malformed file.
+    ``engine``: the engine's package directory (default: the installed one). ``root``: the directory of the patch tree
+    (default: :func:`loader.patch_root`). Raises PdRadixError for a missing engine or a malformed file.
     """
     return [row for row, _ in _scan(engine, root)]
 
 
 def pins(engine: Path | None = None, root: Path | None = None, path: Path = PINS) -> dict[Path, dict[str, str]]:
-    """The pin of every replaced piece of the engine as it is installed: name -> sha256 of its source text.
+    """The pins of the installed engine's replaced source: name -> sha256 of its text.
 
-    By the file that records it: ``path`` for the core, and one in the folder of each extra.
+    By the file that records them: ``path`` for the core, and one in each extra's folder.
     """
     return _pins(_scan(engine, root), root, path)
 
@@ -231,7 +231,7 @@ def _pins(rows: list[tuple[Replacement, str | None]], root: Path | None, path: P
 
 
 def check_pins(engine: Path | None = None, root: Path | None = None, path: Path = PINS) -> list[Drift]:
-    """Every pin that does not hold for the installed engine; an empty list when the engine is what was patched."""
+    """Violated pins of the installed engine; empty if it is the engine that was patched."""
     rows = _scan(engine, root)
     added = {f"{row.module}:{row.name}" for row, _ in rows if row.kind == "adds"}
     drift: set[Drift] = set()
@@ -244,7 +244,7 @@ def check_pins(engine: Path | None = None, root: Path | None = None, path: Path 
 
 
 def write_pins(engine: Path | None = None, root: Path | None = None, path: Path = PINS) -> int:
-    """Pin the installed engine as what the patch set was written against; returns the number of pins."""
+    """Pin the installed engine; returns the number of pins."""
     found = pins(engine, root, path)
     for file, of_file in found.items():
         file.write_text(json.dumps(of_file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -258,7 +258,7 @@ def as_dicts(rows: list[Replacement]) -> list[dict[str, object]]:
 
 @dataclass(frozen=True)
 class FileOfChanges:
-    """A patch file as a reader needs it: what it changes in the engine, and how much it brings of its own."""
+    """A patch file for readers: its changes of the engine, and the number of its own parts."""
 
     file: str
     changes: list[Replacement]
@@ -272,7 +272,7 @@ class FileOfChanges:
 
 
 def for_readers(rows: list[Replacement]) -> tuple[list[FileOfChanges], list[Replacement]]:
-    """The files that lie over one of the engine's, and the new modules."""
+    """The overlays' files, and the new modules."""
     files = []
     for file, group in groupby((row for row in rows if row.name != "*"), key=lambda row: row.file):
         found = list(group)
@@ -388,7 +388,7 @@ def _scan_class(
 
 
 def _mixins(owner: _Module, node: ast.ClassDef) -> Iterator[tuple[_Module, ast.ClassDef]]:
-    """Our own bases of a patch class: their methods come before the engine's too."""
+    """Our own bases of a patch class: their methods also precede the engine's."""
     for module, base in owner.bases(node):
         yield module, base
         yield from _mixins(module, base)
@@ -402,7 +402,7 @@ def _inherits(owner: _Module, node: ast.ClassDef, name: str, engine: str) -> boo
 
 
 def _calls(node: ast.stmt, name: str, references: set[str]) -> bool:
-    """Whether a definition uses what it replaces, through ``super().name`` or one of the other ``references``."""
+    """Whether a definition uses what it replaces, through ``super().name`` or one of ``references``."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and part.attr == name and isinstance(part.value, ast.Call):
             if isinstance(part.value.func, ast.Name) and part.value.func.id == "super":

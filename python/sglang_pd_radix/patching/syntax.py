@@ -1,4 +1,4 @@
-"""Syntax trees of source files, also in a process that does other things."""
+"""Parses source files, safely also in a process with threads and finalizers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _one_at_a_time = threading.Lock()
 def parse(text: str | bytes, path: object = "<unknown>") -> ast.Module:
     """The syntax tree of a module's source.
 
-    Python up to 3.11.7 counts the depth of the trees that it builds once for the process: a finalizer that the garbage
-    collector runs meanwhile (a pending task's writes a log message, and a traceback in it is parsed), or a thread that
-    it lets in, makes that a SystemError (CPython issue 106905). So none is run.
+    Python up to 3.11.7 keeps the recursion depth of the trees it builds in one variable per process. A finalizer during
+    a garbage collection, or a thread that this lets run, may parse too (a log message with a traceback), which raises a
+    SystemError (CPython issue 106905). So the collector is off meanwhile.
 
     Args:
         path: the file, for messages.
 
     Raises:
-        SyntaxError: the source is no Python.
+        SyntaxError: the source is not Python.
         ValueError: it has NULs.
     """
     with _one_at_a_time:

@@ -1,1 +1,1 @@
-"""The operator's tools: the commands of ``pd-radix`` and what they are made of."""
+"""The commands of ``pd-radix`` and their parts."""

@@ -1,4 +1,4 @@
-"""What commands share of their command lines: errors of one line, options in a string, and what may be shown."""
+"""Shared parts of command lines: one-line errors, options in strings, and hiding of secrets."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import NoReturn
 from sglang_pd_radix.errors import PdRadixError
 
 ARGS_OPTIONS = ("--prefill-args", "--decode-args", "--router-args", "--pegaflow-args")
-# What an option of an engine may hold that is nobody's business.
+# Engine options with secret values.
 _SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 _SECRET_VARIABLE = re.compile(r"(?i)\w*(key|token|secret|password)(_\w*)?")
-# Whose value is a command line again; --compare's has a name and a colon before it.
+# Options whose value is a command line; that of --compare has a name and a colon before it.
 _LINES = ("--on", "--compare")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong and what to do about it; the usage of a large command would hide both."""
+    """Reports an error and its remedy in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         """Print it and exit with 2."""
         self.exit(2, f"{self.prog}: {message}{'' if message.endswith('?') else ';'} see {self.prog} --help\n")
 
     def unknown(self, word: str) -> NoReturn:
-        """`error` for a word that is no argument of this command."""
+        """`error` for an unknown word."""
         name = word.partition("=")[0]
         engines = any(action.dest == "engine_options" for action in self._actions)
         behind = " (options of the engine go behind --)" if engines else ""
@@ -36,13 +36,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``: did you mean ...?`` with the one of ``known`` that is most like ``word``; "" if none is."""
+    """``: did you mean ...?`` with the most similar word of ``known``; "" without one."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""
 
 
 def add_log_dir(container: argparse._ActionsContainer) -> None:
-    """Declare where logs go, as ``log_dir``."""
+    """Declare ``--log-dir``."""
     container.add_argument(
         *("--work-dir", "--log-dir"),
         dest="log_dir",
@@ -53,7 +53,7 @@ def add_log_dir(container: argparse._ActionsContainer) -> None:
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    """Declare the options by which `operate.reading.addresses` knows the workers of a deployment."""
+    """Declare the options by which `operate.reading.addresses` finds a deployment's workers."""
     group = parser.add_argument_group("workers", "Name them, or who knows them.")
     group.add_argument("worker", nargs="*", metavar="HOST:PORT", help="prefill and decode workers")
     group.add_argument("--gateway", metavar="URL", help="ask this gateway for the workers (smg, sglang-router)")
@@ -63,7 +63,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 def join_values(args: Sequence[str]) -> list[str]:
     """``["--decode-args", "--x"]`` as ``["--decode-args=--x"]``, up to a ``--``.
 
-    argparse would take the value for another option; joined by "=" it cannot.
+    argparse would take the value for another option.
     """
     joined: list[str] = []
     rest = iter(args)
@@ -79,7 +79,7 @@ def join_values(args: Sequence[str]) -> list[str]:
 
 
 def split_options(text: str, option: str) -> list[str]:
-    """The words of a quoted option string, as a shell would split it. Raises PdRadixError naming ``option``."""
+    """Split a quoted option string as a shell would. Raises PdRadixError naming ``option``."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -87,7 +87,7 @@ def split_options(text: str, option: str) -> list[str]:
 
 
 def hidden(words: Sequence[str]) -> list[str]:
-    """A command line without the secrets in it, and of paths only the last part."""
+    """A command line without secrets, and with the last part of paths only."""
     shown: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -109,12 +109,12 @@ def hidden(words: Sequence[str]) -> list[str]:
 
 
 def _is_line(option: str) -> bool:
-    """Whether its value is a command line, also where the option is cut short, as argparse takes it."""
+    """Whether its value is a command line; also for abbreviations that argparse accepts."""
     return len(option) > len("--") and any(name.startswith(option) for name in _LINES)
 
 
 def _hidden_line(line: str) -> str:
-    """Options of engines that are one word of a command, after the name of a side if there is one."""
+    """Hides secrets in engine options that are one word of a command, after a side's name if there is one."""
     side = re.match(r"[a-z][a-z0-9-]*:|", line)
     named = side[0] if side else ""
     try:

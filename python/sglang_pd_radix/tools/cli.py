@@ -24,7 +24,7 @@ from sglang_pd_radix.tools.arguments import Parser, did_you_mean, join_values
 if TYPE_CHECKING:
     from sglang_pd_radix.patching.registry import Replacement
 
-# Each is a module with add_arguments(parser) and run(args) -> int, imported only when its command is the one given.
+# Modules with add_arguments(parser) and run(args) -> int; only the given command's is imported.
 GROUPS = {
     "evaluate": {
         "demo": "hold the same conversation with the flag off and on, and compare",
@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # What the locale has no letter for is to cost that letter, and not the text and the exit code.
+        # Characters that the locale lacks are escaped instead of failing the command.
         sys.stdout.reconfigure(errors="backslashreplace")
-    code = 128 + signal.SIGPIPE  # until a command has said what it found
+    code = 128 + signal.SIGPIPE  # until a command returns its result
     try:
         args = _parse(arguments)
         with _ends_unwind():
@@ -73,15 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `pd-radix patches | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
-    except (OSError, UnicodeError) as error:  # a full disk, a path or a name that is none
+    except (OSError, UnicodeError) as error:  # a full disk, an invalid path or name
         print(f"pd-radix: {error}", file=sys.stderr)
         return 1
 
 
 def _open_closed_streams() -> None:
-    """Have what is printed go nowhere where its stream is closed (``>&-``), in place of an error of each print.
+    """Redirect closed streams (``>&-``) to nowhere, instead of an error for each print.
 
-    Else errors would go to stdout where there is no stderr, and the number would be that of the next file.
+    Otherwise errors would go to stdout without a stderr, and its number to the next opened file.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -90,9 +90,9 @@ def _open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def _ends_unwind() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end a command as Ctrl-C does: what it has started ends, and what it has made is removed.
+    """Let SIGTERM and SIGHUP unwind a command as Ctrl-C does: what it started ends, what it made is removed.
 
-    Commands with more to do then have handlers of their own. What is ignored (``nohup``) stays so.
+    Commands with more to do install their own handlers. Ignored signals (``nohup``) stay ignored.
     """
 
     def end(signum: int, frame: FrameType | None) -> None:
@@ -106,7 +106,7 @@ def _ends_unwind() -> Iterator[None]:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What ``arguments`` ask for. Raises SystemExit after help, or after one line that says what is wrong."""
+    """Parse ``arguments``. Raises SystemExit after help, or after a one-line error."""
     command = arguments[0] if arguments else None
     parser = build_parser(command)
     if command is None:
@@ -122,7 +122,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def installed() -> list[str]:
-    """The commands whose modules are there."""
+    """The commands whose modules exist."""
     return [name for name in COMMANDS if name == "patches" or importlib.util.find_spec(_module(name))]
 
 
@@ -131,7 +131,7 @@ def _module(command: str) -> str:
 
 
 def build_parser(command: str | None = None) -> Parser:
-    """The parser with every sub-command that is installed; only ``command`` gets its own options."""
+    """The parser with every installed sub-command; only ``command`` gets its own options."""
     known = installed()
     parser = Parser(prog="pd-radix", usage="pd-radix COMMAND [options]", description=_description(known))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -153,7 +153,7 @@ def build_parser(command: str | None = None) -> Parser:
 
 
 def _description(known: Sequence[str]) -> str:
-    """What ``pd-radix --help`` says of the commands, in groups."""
+    """The commands in groups, for ``pd-radix --help``."""
     lines = ["Decode-side prefix cache for prefill/decode disaggregation in SGLang 0.5.10.post1."]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:"]

@@ -1,4 +1,4 @@
-"""``pd-radix dashboard``: the Grafana dashboard of this package, and what Prometheus needs for it, as files."""
+"""``pd-radix dashboard``: prints the Grafana dashboard, and the files that Prometheus needs for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``pd-radix demo``: the same chat with the decode prefix cache off, on, and with decode computing what is short.
+"""``pd-radix demo``: one chat with the decode prefix cache off, on, and with short deltas computed on decode.
 
-A chat of ``pd-radix bench``, once on each side, and a second, short one beside clients with long prompts.
+A chat of ``pd-radix bench``, once on each side, and a short second one beside clients with long prompts.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .up import check_json, check_may_switch, check_model, check_page_size, writ
 from .workers import idle_pools
 
 LOCAL_FLAG = "--disaggregation-decode-local-prefill"
-# What says how large the chat is.
+# The chat's sizes.
 SIZES = ("clients", "turns", "document", "question", "answer", "seed")
-# The cache may send this much more than the lower bound from the second turn on, where there is something to reuse.
+# KV sent from the second turn on, at most this multiple of the lower bound, if anything can be reused.
 MOST_OVER_LEAST = 1.05
-# Clients beside the second chat, tokens of each of their prompts, and of their answers with what is kept free.
+# Clients beside the second chat, tokens of their prompts, and of their answers with the reserve.
 BESIDE, LONG_PROMPT, BESIDE_IT = 2, 3000, 256
 
 _EPILOG = """
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """Raise PdRadixError naming the first option that makes no conversation, or that a worker would refuse later."""
+    """Raise PdRadixError naming the first option that gives no conversation, or that a worker would refuse."""
     for name in ("clients", "turns", "document", "question"):
         if getattr(args, name) < 1:
             raise PdRadixError(f"--{name} {getattr(args, name)}: must be at least 1")
@@ -142,7 +142,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _pool(args: argparse.Namespace) -> int:
-    """Tokens of each worker's pool: what the user says, or room for every conversation twice."""
+    """Tokens of each worker's pool: the user's, or twice all conversations."""
     given = option_value(args.engine_options, "--max-total-tokens")
     if given is not None and given.isdecimal():
         return int(given)
@@ -156,9 +156,8 @@ def _pool(args: argparse.Namespace) -> int:
 
 @dataclass
 class Found:
-    """What the runs have shown. entry: of the chat, as `turns.measure_all`. beside_s: of each side, the median time to
-    the first token of turns 2 and 3 of the second chat. ``failures`` make the demo fail, a reader has to know
-    ``notes``."""
+    """Results of the runs. entry: the chat's, from `turns.measure_all`. beside_s: per side, median TTFT of turns 2 and
+    3 of the second chat. ``failures`` fail the demo; ``notes`` do not."""
 
     args: argparse.Namespace
     info: dict[str, Any]
@@ -169,7 +168,7 @@ class Found:
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
-        """The run of each side."""
+        """Each side's run."""
         return {run["variant"]: run for run in self.entry["runs"]}
 
     def total(self, side: str, key: str) -> float:
@@ -180,7 +179,7 @@ class Found:
         return sum(turn[key] for turn in self.runs[side]["rounds"][1:])
 
     def least(self, side: str) -> float:
-        """Bytes that any cache has to send from the second turn on."""
+        """Lower bound of bytes from the second turn on."""
         return self.later(side, "least_pages") * self.entry["page_bytes"]
 
     @property
@@ -188,7 +187,7 @@ class Found:
         return not any(run["different_answers"] for run in self.entry["runs"])
 
     def document(self, setting: dict[str, Any]) -> dict[str, Any]:
-        """Everything that was measured, for JSON."""
+        """All measurements, for JSON."""
         return {
             "setting": setting,
             "workload": {key: getattr(self.args, key) for key in SIZES},
@@ -213,7 +212,7 @@ class Found:
 def _held(
     args: argparse.Namespace, chat: Chat, deployment: deploy.Deployment, load: measure.LoadGenerator, show: Display
 ) -> Found:
-    """Hold both chats on all sides, and judge what is seen. Raises PdRadixError if a request fails."""
+    """Run both chats on all sides, and judge the results. Raises PdRadixError if a request fails."""
     info = deployment.info(deployment.variants[0])
     page, tokens = info["page_size"], Tokens(load.words, args.seed)
     exact = str(info["dtype"]).endswith("float32")
@@ -236,7 +235,7 @@ def _held(
 
 
 def judge(found: Found) -> None:
-    """What was sent and counted, against what has to be."""
+    """Compare sent and counted tokens with what they have to be."""
     if not found.entry["page_bytes"] > 0:
         found.failures.append("with the flag off no KV bytes were counted, so nothing can be said of those with it on")
         return
@@ -266,7 +265,7 @@ def _judge_bytes(found: Found, side: str) -> None:
     sent, least = found.later(side, "sent_bytes"), found.least(side)
     most = MOST_OVER_LEAST * least
     if found.info.get("speculative_algorithm"):
-        # The end of an answer may not be in a tree for speculation: a page of each.
+        # With speculation the end of an answer may be missing in the tree: a page for each.
         most += args.clients * (len(rounds) - 1) * found.entry["page_bytes"]
     if sent > most:
         found.failures.append(
@@ -279,7 +278,7 @@ def _judge_bytes(found: Found, side: str) -> None:
 
 
 def _judge_computed(found: Found, most: int | None) -> None:
-    """most: tokens that decode computes at the most; None where it computes none on this deployment."""
+    """most: bound of a delta that decode computes, tokens; None if it computes none on this deployment."""
     args = found.args
     if most is None:
         found.notes.append("decode computes no prompts on this deployment, and its log says why")
@@ -293,7 +292,7 @@ def _judge_computed(found: Found, most: int | None) -> None:
 
 
 def print_report(found: Found, title: str) -> None:
-    """Print the table of the turns and the verdict to stdout."""
+    """Print the table of turns and the verdict to stdout."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -362,12 +361,12 @@ def _setting(args: argparse.Namespace, info: dict[str, Any], options: Sequence[s
 
 
 def engine_options(given: Sequence[str], made_model: bool) -> list[str]:
-    """The options of all workers: what the demo needs, unless the user's say otherwise."""
+    """The options of all workers: the demo's defaults, overridden by the user's."""
     defaults: dict[str, str | None] = {"--enable-metrics": None, "--page-size": "16"}
     if cpu_host.active():
-        pass  # float32 is what the engine has there
+        pass  # the default there is float32
     elif torch_layers.wanted():
-        # In float32 another batch changes a token in some ten thousand at most.
+        # In float32 batches change one token in about ten thousand at most.
         defaults["--dtype"] = "float32"
         if not has_option(given, *ATTENTION_OPTIONS):
             defaults["--attention-backend"] = "triton"
@@ -379,9 +378,9 @@ def engine_options(given: Sequence[str], made_model: bool) -> list[str]:
 
 
 def deterministic_options(given: Sequence[str]) -> list[str]:
-    """What makes answers of a GPU independent of the batch, unless ``given`` chooses a backend that cannot.
+    """Options that make a GPU's answers independent of the batch, unless ``given`` chooses a backend that cannot.
 
-    Of the engine's deterministic attention backends these two keep their radix cache.
+    These two of the engine's deterministic attention backends keep their radix cache.
     """
     backend = option_value(given, "--attention-backend")
     if backend not in (None, "fa3", "triton") or has_option(
@@ -393,7 +392,7 @@ def deterministic_options(given: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _work_dir(given: Path | None) -> Iterator[Path]:
-    """``given``, made if missing; else a temporary directory that stays only if a run fails, for its logs."""
+    """``given``, created if missing; otherwise a temporary directory, kept only if a run fails."""
     if given is not None:
         try:
             given.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``pd-radix doctor``: is this installation whole, and what can this machine run?"""
+"""``pd-radix doctor``: checks this installation, and what this machine can run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .operate.reading import TIMEOUT_S, addresses
 from .operate.texts import printable
 from .progress import Display
 
-# Libraries with native parts are asked in processes of their own: one may hang, crash or print. All start at once.
+# Libraries with native parts are probed in separate processes, all at once: one may hang, crash or print.
 TIMEOUT = 20.0
 _PROBES = {
     "loader": """
@@ -91,9 +91,9 @@ if tool := shutil.which("ucx_info"):
     answer["transports"] = sorted(set(re.findall(r"Transport: (\\S+)", told)))
 """,
 }
-# Transports of UCX over RDMA begin so.
+# Prefixes of UCX's RDMA transports.
 _RDMA = ("rc", "ud", "dc")
-# What a worker should be allowed of open files, and what all processes of a host should have of shared memory, bytes.
+# Least open files of a worker, and least shared memory of a host, bytes.
 _FEWEST_FILES, _LEAST_SHARED = 8192, 2**30
 _ANSWER = "pd-radix-answer:"
 _WRAPPER = """
@@ -110,9 +110,9 @@ os._exit(0)  # the answer is out; a native library's exit handler may still cras
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ``status`` is ``ok``, ``warn``, ``fail``, or ``n/a`` for what cannot be used here.
+    """One line of the report. ``status``: ``ok``, ``warn``, ``fail``, or ``n/a`` (cannot be used here).
 
-    way_out: what to do about it.
+    way_out: the remedy.
     """
 
     name: str
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 1 if a check fails, else 0; a warning is not a failure."""
+    """Print the report. Returns 1 if a check fails, otherwise 0."""
     urls = addresses([], args.gateway, None) if args.gateway else []
     with Display() as show:
         checks = [*diagnose(show=show), *([fleet(urls)] if urls else [])]
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(timeout: float = TIMEOUT, show: Display | None = None) -> list[Check]:
-    """All checks, in the order of the report; ``timeout`` in seconds is for all the probes together."""
+    """All checks, in the order of the report. timeout: seconds, for all probes together."""
     if show:
         show.now(f"asking {', '.join(_PROBES)}: {timeout:.0f} s at most")
     answers = ask(_PROBES, timeout, show)
@@ -170,7 +170,7 @@ def diagnose(timeout: float = TIMEOUT, show: Display | None = None) -> list[Chec
 
 
 def _of(name: str, judge: Callable[[dict[str, Any]], Check], answer: dict[str, Any]) -> Check:
-    """What ``judge`` makes of the answer of a probe; of one that was late nothing can be said."""
+    """``judge`` applied to a probe's answer; a warning if there is none in time."""
     if "late" in answer:
         way_out = "run it once more while this machine has less to do; what never answers hangs"
         return Check(name, "warn", f"not checked: {answer['late']}", way_out)
@@ -178,10 +178,9 @@ def _of(name: str, judge: Callable[[dict[str, Any]], Check], answer: dict[str, A
 
 
 def ask(probes: dict[str, str], timeout: float, show: Display | None = None) -> dict[str, dict[str, Any]]:
-    """Run each snippet in a Python of its own, all at once, and collect what it left in ``answer``.
+    """Run each snippet in its own Python, all at once; returns their ``answer``.
 
-    A snippet that raises or dies answers ``{"error": reason}``, and one that takes longer than ``timeout`` seconds
-    ``{"late": reason}``.
+    ``{"error": reason}`` if it raises or dies, ``{"late": reason}`` after ``timeout`` seconds.
     """
     children: dict[str, subprocess.Popen[str]] = {}
     deadline = time.monotonic() + timeout
@@ -273,7 +272,7 @@ def _loader(answer: dict[str, Any]) -> Check:
 
 
 def _extras() -> Check:
-    """What is laid over the engine, in which order."""
+    """The extras, in order, and what they change."""
     try:
         selected, engine = loader.extras(), loader.engine_root()
         roots = loader.patch_roots(selected)
@@ -413,7 +412,7 @@ def _locked_memory(answer: dict[str, Any]) -> Check:
 
 
 def _open_files() -> Check:
-    """The engine raises the soft limit itself, as far as the hard one allows."""
+    """The engine raises the soft limit up to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = f"ulimit -n is {soft}, at most {'unlimited' if hard == resource.RLIM_INFINITY else hard}"
     if hard == resource.RLIM_INFINITY or hard >= _FEWEST_FILES:
@@ -435,7 +434,7 @@ def _shared_memory(path: str = "/dev/shm") -> Check:
 
 
 def fleet(urls: Sequence[str]) -> Check:
-    """Whether the workers at ``urls`` are of one version and have what two of a pair have to have in common."""
+    """Whether the workers at ``urls`` have equal versions, and settings that match within a pair."""
     with ThreadPoolExecutor(len(urls)) as pool:
         told = dict(zip(urls, pool.map(_of_worker, urls), strict=True))
     known = {url: of_worker for url, of_worker in told.items() if of_worker}
@@ -456,7 +455,7 @@ def fleet(urls: Sequence[str]) -> Check:
 
 
 def _of_worker(url: str) -> dict[str, str]:
-    """What is to be the same of all workers, of one; {} if it does not say."""
+    """A worker's settings that have to be equal on all; {} if unavailable."""
     status, content = http(url + "/server_info", timeout=TIMEOUT_S)
     try:
         info = json.loads(content) if status == 200 else {}
@@ -468,7 +467,7 @@ def _of_worker(url: str) -> dict[str, str]:
     return found | {"sglang-pd-radix": "there" if has_package else "not there, or an older one"}
 
 
-# What is compared, and where /server_info has it.
+# Compared settings, and their place in /server_info.
 _FLEET = {
     "sglang": "version",
     "sglang-pd-radix": "",

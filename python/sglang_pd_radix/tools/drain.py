@@ -33,10 +33,10 @@ from .operate.texts import printable
 from .process_group import kernel_stat, start_time
 from .progress import Display
 
-# Seconds between two looks, and for how long the worker must have had nothing: what the gateway had chosen it for just
-# before may still be on its way.
+# Seconds between two looks; and seconds without requests before the end: requests that the gateway routed before may
+# still be in flight.
 LOOK_S, QUIET_S = 0.2, 2.0
-# Seconds in which the gateway has to have let go.
+# Seconds for the gateway to remove the worker.
 LET_GO_S = 30
 
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drain it. Returns the exit code."""
+    """Drain the worker. Returns the exit code."""
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
     started = "" if args.pid is None else check_pid(args.pid)
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_known(gateway: str, url: str, deadline: float, say: Callable[[str], None]) -> str:
-    """The URL by which ``gateway`` has the worker at ``url``, of which it may know another name; ``url`` if by none.
+    """The URL by which ``gateway`` knows the worker at ``url``; ``url`` if it does not know it.
 
-    Raises PdRadixError if it does not answer before ``deadline``.
+    Raises PdRadixError without an answer before ``deadline``.
     """
     known = {worker["url"] for worker in _known(gateway, deadline, say)}
     if url in known:
@@ -87,14 +87,14 @@ def as_known(gateway: str, url: str, deadline: float, say: Callable[[str], None]
 
 
 def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], ends: bool = False) -> str:
-    """Have ``gateway`` take a worker out, with all its ranks. Returns what has been done, in words.
+    """Have ``gateway`` remove a worker, with all its DP ranks. Returns a report.
 
-    One that it does not know and that answers has been taken out before, as by a drain whose time was up. ends: its
-    process is to be ended then. Raises PdRadixError if it cannot, or not before ``deadline``, or it is the last of its
-    kind, or may be one that the gateway knows by another name.
+    An unknown worker that answers has been removed before, as by a drain that timed out. ends: its process will be
+    ended. Raises PdRadixError if removal fails or takes beyond ``deadline``, if it is the last worker of its kind, or
+    may be known by another name.
     """
     known = _known(gateway, deadline, say)
-    # A gateway may have its DP ranks as workers.
+    # DP ranks may be separate workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
         if role := _role(url, deadline):
@@ -114,7 +114,7 @@ def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], e
             try:
                 reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
             except requests.RequestException as error:
-                # Whether it has heard of it, its list tells.
+                # The list shows whether the request arrived.
                 said = f"was asked to let go and did not answer ({error})"
                 continue
             if not reply.ok:
@@ -130,11 +130,11 @@ def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], e
 
 
 def _check_unknown(gateway: str, url: str, others: list[str], role: str, ends: bool) -> None:
-    """Raise PdRadixError if a worker may be one of those ``others`` of its role that the gateway has all the same."""
+    """Raise PdRadixError if a worker may be one of ``others``, the known ones of its role."""
     ours = _addresses(url)
     for other in others:
         theirs = _listed_addresses(gateway, other)
-        # A host has several addresses, of which a worker may listen on one or on all.
+        # A host has several addresses; a worker may listen on one or all.
         if _port(other) == _port(url) and (not theirs or ours & theirs or (_is_here(ours) and _is_here(theirs))):
             there = "" if theirs else ", where that name is known"
             raise PdRadixError(
@@ -148,7 +148,7 @@ def _check_unknown(gateway: str, url: str, others: list[str], role: str, ends: b
 
 
 def _listed_addresses(gateway: str, url: str) -> set[str]:
-    """What the name of a listed worker means to its gateway: a loopback address is one of the gateway's host."""
+    """The addresses of a listed worker, seen from its gateway: loopback means the gateway's host."""
     theirs = _addresses(url)
     if theirs and all(map(is_loopback, theirs)):
         at = _addresses(base_url(gateway))
@@ -157,7 +157,7 @@ def _listed_addresses(gateway: str, url: str) -> set[str]:
 
 
 def _addresses(url: str) -> set[str]:
-    """The IP addresses of the host of a URL; none where its name cannot be resolved."""
+    """The IP addresses of a URL's host; empty if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(urlsplit(url).hostname or "", None)
     except (OSError, ValueError):
@@ -166,7 +166,7 @@ def _addresses(url: str) -> set[str]:
 
 
 def _port(url: str) -> int:
-    """The port of a URL; 0 if it has none that could be one."""
+    """The port of a URL; 0 without a valid one."""
     try:
         parts = urlsplit(url)
         return parts.port or (443 if parts.scheme == "https" else 80)
@@ -180,18 +180,18 @@ def _is_here(addresses: set[str]) -> bool:
 
 
 def _role(url: str, deadline: float) -> str:
-    """What kind of worker of a pair answers at an address; "" where none does in `LET_GO_S` seconds."""
+    """The kind of PD worker at an address; "" if none answers in `LET_GO_S` seconds."""
     until = min(time.monotonic() + LET_GO_S, deadline)
     while True:
         rank = Reader([url]).look().ranks[0]
-        # One that is busy takes its time to answer.
+        # A busy worker answers late.
         if not rank.unheard or not _listens(url) or time.monotonic() > until:
             return rank.role if rank.role in ("prefill", "decode") else ""
         time.sleep(LOOK_S)
 
 
 def _known(gateway: str, deadline: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Its workers; of one that is late with its answer, or is being started, asked again until ``deadline``."""
+    """The gateway's workers; repeats the request until ``deadline`` if it is late or starting."""
     said = ""
     while True:
         try:
@@ -215,7 +215,7 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
     reader, quiet_since, said = Reader([url]), None, ""
     while True:
         ranks = reader.look().ranks
-        # One that is busy takes its time to answer. Nobody listens where one has ended.
+        # A busy worker answers late; an ended one has no listener.
         if all(rank.error == SILENT for rank in ranks) and not _listens(url):
             raise PdRadixError(f"{url} {SILENT}")
         left = _left(ranks, url)
@@ -235,7 +235,7 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
 
 
 def _listens(url: str) -> bool:
-    """Whether something takes connections at the address of a worker, or may."""
+    """Whether something may be listening at a worker's address."""
     try:
         socket.create_connection((urlsplit(url).hostname, _port(url)), timeout=TIMEOUT_S).close()
     except ConnectionRefusedError:
@@ -246,14 +246,14 @@ def _listens(url: str) -> bool:
 
 
 def _left(ranks: list[Rank], url: str) -> str:
-    """What a worker still has, in words."""
+    """A worker's remaining requests, in words."""
     states: dict[str, int] = {}
     idle = True
     for rank in ranks:
         if rank.unheard:
             return "not answered yet"
         if rank.error == UNTOLD and not rank.pool:
-            # The engine's figure, which leaves some out. What it leaves out, the engine waits for after SIGTERM.
+            # The engine's count misses some requests, but the engine waits for them after SIGTERM.
             count = engine_requests(url)
             if count is None:
                 return "an unknown number of requests"
@@ -269,9 +269,9 @@ def _left(ranks: list[Rank], url: str) -> str:
 
 
 def check_pid(pid: int) -> str:
-    """When a process was started, in the kernel's ticks: minutes later its number may be another's.
+    """Start time of a process in kernel ticks, to detect a reused number.
 
-    Raises PdRadixError where ``pid`` is no process that could be ended. 0 and less are groups, and everybody.
+    Raises PdRadixError if ``pid`` is no process that can be ended. 0 and below are groups or all processes.
     """
     try:
         if pid <= 1:
@@ -283,9 +283,9 @@ def check_pid(pid: int) -> str:
 
 
 def end(pid: int, started: str, deadline: float) -> None:
-    """End the process that was ``started`` then (`check_pid`), and wait for it; one that has ended is left at that.
+    """End the process ``pid`` that ``started`` then (`check_pid`), and wait for it; no-op if it has ended.
 
-    Raises PdRadixError if it cannot be ended, or stays.
+    Raises PdRadixError if it cannot be ended or does not end.
     """
     if start_time(pid) != started:
         return
@@ -300,5 +300,5 @@ def end(pid: int, started: str, deadline: float) -> None:
 
 
 def _lives(pid: int, started: str) -> bool:
-    # One that nobody has waited for has ended all the same.
+    # A zombie has ended.
     return start_time(pid) == started and kernel_stat(pid)[:1] not in ([], ["Z"], ["X"])

@@ -1,7 +1,6 @@
-"""The options that a worker takes, read off the source of the engine and of the patch set.
+"""A worker's options, parsed from the source of engine and patch set.
 
-The engine tells them once it is imported, which takes 8 s. Here they are read, so that an option that a worker would
-refuse is refused before anything starts.
+An import of the engine takes 8 s. Parsing the source allows wrong options to be refused before anything starts.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from sglang_pd_radix.patching.syntax import parse
 
 from .arguments import did_you_mean
 
-# Below the engine's package and below those of the patch trees: what names some options, and what declares all.
+# Relative to the engine's package and to the patch trees: names of some options, and all declarations.
 _FILES = ("srt/mem_cache/cache_support.py", "srt/server_args.py")
 _HELP = "python -m sglang.launch_server --help"
-# Types whose values are checked. The others are the engine's own, or take anything.
+# Types whose values are checked. Others are the engine's own, or accept anything.
 _TYPES = {"int": int, "float": float}
-# The patch set adds to its choices.
+# The patch set extends its choices.
 _MORE_CHOICES = "--load-balance-method"
 
 
 class Parser(argparse.ArgumentParser):
-    """Of another program's options: its errors are `PdRadixError`, without this program's usage."""
+    """Parses another program's options: raises PdRadixError, without this program's usage."""
 
     def error(self, message: str) -> NoReturn:
         """Raise it."""
@@ -37,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Given(argparse.Action):
-    """Keeps options as they were given, and in that order."""
+    """Keeps options as given, in order."""
 
     def __call__(
         self,
@@ -46,15 +45,15 @@ class _Given(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Append the option and what follows it."""
+        """Append the option and its values."""
         words = values if isinstance(values, list) else [] if values is None else [values]
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), str(option_string), *words])
 
 
 def accept(parser: argparse.ArgumentParser) -> None:
-    """Have ``parser`` take the engine's options beside its own, as ``engine_given``.
+    """Let ``parser`` accept the engine's options too, as ``engine_given``.
 
-    An option that is neither's ends the program with status 2 and one line that says which may be meant.
+    An unknown option ends the program with status 2 and a one-line suggestion.
     """
     own = {name for action in parser._actions for name in action.option_strings}
     for names, declared in _declared():
@@ -81,9 +80,9 @@ def accept(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: Sequence[str], where: str) -> None:
-    """Raise PdRadixError if a worker does not know one of ``options``, or not what follows it.
+    """Raise PdRadixError for an option or value in ``options`` that a worker refuses.
 
-    where: from where they are, for the message.
+    where: their origin, for the message.
     """
     if not _declared():
         raise PdRadixError(f"the engine is not installed: pip install sglang=={loader.ENGINE_VERSION}")
@@ -94,9 +93,9 @@ def check(options: Sequence[str], where: str) -> None:
 
 
 def try_all(parser: Parser, options: Sequence[str], where: str, whose: str, more: str) -> None:
-    """Raise PdRadixError if ``parser``, which has the options of ``whose``, does not take all ``options``.
+    """Raise PdRadixError if ``parser``, with the options of ``whose``, does not accept all ``options``.
 
-    where: from where they are, more: what lists those there are, for the message.
+    where: their origin. more: where valid ones are listed; for the message.
     """
     try:
         _, unknown = parser.parse_known_args(options)
@@ -108,15 +107,15 @@ def try_all(parser: Parser, options: Sequence[str], where: str, whose: str, more
 
 
 def _unknown(words: Sequence[str], names: Collection[str], whose: str, more: str) -> str:
-    """What is said of ``words`` that nobody knows."""
+    """The message for unknown ``words``."""
     first = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
     return f"{first} is no option of {whose}{did_you_mean(first, names) or f': see {more}'}"
 
 
 def _declared() -> list[tuple[list[str], dict[str, Any]]]:
-    """The names of each option, and what `add_argument` is to know of its values. Empty if there is no engine.
+    """Each option's names, and `add_argument` keywords for its values. Empty without an engine.
 
-    Raises PdRadixError where SGLANG_PD_RADIX_EXTRAS names what is no extra.
+    Raises PdRadixError if SGLANG_PD_RADIX_EXTRAS names an unknown extra.
     """
     engine, roots = loader.engine_root(), loader.patch_roots(loader.extras())
     return _declared_below(engine, *(root / "sglang" for root in roots)) if engine else []
@@ -134,7 +133,7 @@ def _declared_below(*roots: Path) -> list[tuple[list[str], dict[str, Any]]]:
 
 
 def _of_file(path: Path, constants: dict[str, str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Options that a file declares. constants: names that stand for options; the file's own are added."""
+    """Options declared in a file. constants: names that stand for options; the file's own are added."""
     tree = parse(path.read_bytes(), path)
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
@@ -153,16 +152,16 @@ def _of_file(path: Path, constants: dict[str, str]) -> Iterator[tuple[list[str],
 
 
 def _values(names: Sequence[str], words: Mapping[str, ast.expr]) -> dict[str, Any]:
-    """How many values an option takes, and which, as far as its declaration tells."""
+    """The number of an option's values, and its choices, as far as the declaration shows."""
     found: dict[str, Any] = {}
     if "nargs" in words:
         found["nargs"] = ast.literal_eval(words["nargs"])
     elif "action" in words:
-        # All of the engine's that have no "nargs" are switches.
+        # Engine options with an action and without "nargs" are switches.
         found["nargs"] = 0
     if "type" in words:
         found["type"] = _TYPES.get(ast.unparse(words["type"]), str)
-    # A list that is named may grow while the engine is imported.
+    # A named list may grow during the engine's import.
     if isinstance(words.get("choices"), ast.List | ast.Tuple) and _MORE_CHOICES not in names:
         found["choices"] = ast.literal_eval(words["choices"])
     return found

@@ -1,7 +1,7 @@
-"""The log-probabilities of an answer that is given, not made: one pass of prefill over the prompt and the answer.
+"""Log-probabilities of a given answer: one pass of prefill over prompt and answer.
 
-Two runs that answer freely can be compared only until they part. What one of them has said can be given to the other:
-every token of it then has a log-probability of both, whatever either would have said by itself.
+Two free-running answers are comparable only up to where they part. A given answer has a log-probability for every
+token, whatever the worker would have generated.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sglang_pd_radix.errors import PdRadixError
 from .cluster import http
 from .rounding import Answer
 
-# The decode worker of requests that have none, as of a worker's own warm-up.
+# Decode address of requests without a decode worker, as in a worker's own warm-up.
 NOBODY = "2.2.2.2"
 
 
 def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What the engine says beside the text of its answer to ``body``.
+    """The ``meta_info`` of the answer to ``body``.
 
-    Raises PdRadixError if it does not answer, or aborts the request.
+    Raises PdRadixError without an answer, or if the request is aborted.
     """
     status, content = http(url + "/generate", body, timeout=600)
     said = content.decode(errors="replace")[:300]
@@ -34,7 +34,7 @@ def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         reply = None
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    if not isinstance(meta, dict):  # Of a router, or a proxy before it.
+    if not isinstance(meta, dict):  # from a router, or a proxy before it
         raise PdRadixError(f"{url}/generate answered HTTP 200 with what is no answer of an engine: {said}")
     end = meta.get("finish_reason")
     if isinstance(end, dict) and end.get("type") == "abort":
@@ -43,9 +43,9 @@ def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def places_of(url: str, meta: dict[str, Any], name: str, count: int) -> list[Any]:
-    """What ``meta``, of `generate`, has under ``name`` of each of the ``count`` tokens that were asked for.
+    """The entries under ``name`` in ``meta`` (of `generate`) for the ``count`` requested tokens.
 
-    Raises PdRadixError if that is not of so many.
+    Raises PdRadixError on another number.
     """
     places = meta.get(name) or []
     if not places:
@@ -56,12 +56,12 @@ def places_of(url: str, meta: dict[str, Any], name: str, count: int) -> list[Any
 
 
 def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, prefill_alone: bool = False) -> Answer:
-    """The log-probability of each token of ``answer`` after ``prompt`` and what comes before it in the answer.
+    """Log-probabilities of each token of ``answer`` after ``prompt`` and the answer before it.
 
-    url: of a router, or of an aggregated engine. Prefill computes all of them in one pass, so the KV of decode, which
-    only is sent it, has no part in them. prefill_alone: url is that of a prefill worker, which then sends nothing.
-    top: how many of the likeliest tokens of each place to tell, too; a router hands on none, a prefill worker does.
-    Raises PdRadixError: no answer, or one that is not about these tokens.
+    url: of a router or an aggregated engine. Prefill computes all in one pass; decode only receives the KV, which has
+    no influence. prefill_alone: url is a prefill worker's, which then sends no KV. top: number of likeliest tokens to
+    return per place; a router does not pass them on, a prefill worker does. Raises PdRadixError without an answer, or
+    for one with other tokens.
     """
     if not prompt or not answer:
         raise PdRadixError("an answer can be scored only after a prompt: neither may be empty")
@@ -74,7 +74,7 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, 
         **({"bootstrap_host": NOBODY, "bootstrap_room": random.randrange(1, 2**62)} if prefill_alone else {}),
     }
     meta = generate(url, body)
-    # The first is the prompt's last token, which nothing before it that was asked for can tell.
+    # The first is the prompt's last token, which has no log-probability here.
     told = (meta.get("input_token_logprobs") or [])[1:]
     tokens = tuple(token for _, token, *_ in told)
     if tokens != tuple(answer):
@@ -89,5 +89,5 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, 
 
 
 def likeliest(places: Sequence[Sequence[Sequence[Any]] | None] | None, skip: int = 0) -> tuple[dict[Any, float], ...]:
-    """The tokens of each place with their log-probabilities, from an engine's ``*_top_logprobs`` after ``skip``."""
+    """The likeliest tokens of each place with log-probabilities, from an engine's ``*_top_logprobs`` after ``skip``."""
     return tuple({token: logprob for logprob, token, *_ in place or ()} for place in (places or [])[skip:])

@@ -1,4 +1,4 @@
-"""Whether a model that is named, and is no directory here, can be had at all."""
+"""Checks whether a named model that is no local directory is available."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from sglang_pd_radix.environment import YES
 from sglang_pd_radix.errors import PdRadixError
 
-# Seconds for an answer, the look-up of the host's name among them.
+# Seconds for an answer, including name resolution.
 WAIT_S = 1.5
 
 
 def check(name: str) -> None:
-    """Raise PdRadixError if ``name`` is neither in this machine's cache nor at the host of models that the engine asks.
+    """Raise PdRadixError if ``name`` is neither in the local cache nor at the engine's model host.
 
-    That is HF_ENDPOINT, which is asked once, and not with HF_HUB_OFFLINE. ModelScope is not asked here.
+    The host is HF_ENDPOINT, queried once, and not with HF_HUB_OFFLINE. ModelScope is not queried.
     """
     if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in YES:
         return
     try:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
-    except ImportError:  # the engine brings it
+    except ImportError:  # installed with the engine
         return
     folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
     if any(file.exists() for file in folder.glob("*/*.json")):
         return
     said = ["no answer"]
-    # The time-out of a request leaves out the look-up of a name, which has none.
+    # A request's time-out excludes name resolution, which has none.
     asking = threading.Thread(target=lambda: said.append(_ask(name)), daemon=True)
     asking.start()
     asking.join(WAIT_S)
@@ -41,13 +41,13 @@ def check(name: str) -> None:
 
 
 def _ask(name: str) -> str:
-    """Why the host does not give a model; "" if it does."""
+    """Why the host does not offer a model; "" if it does."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=WAIT_S)
     except errors.EntryNotFoundError:
-        # It is there, without that file; what the engine makes of it, it says.
+        # The model exists without that file; the engine will report problems.
         return ""
     except errors.GatedRepoError:
         return "it is gated: accept its terms there, then hf auth login"
@@ -55,6 +55,6 @@ def _ask(name: str) -> str:
         return "it has none of that name, or not for everybody: hf auth login"
     except errors.OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set"
-    except Exception as error:  # whatever the HTTP library of this version raises
+    except Exception as error:  # HTTP libraries differ between versions
         return (str(error).splitlines() or [type(error).__name__])[0][:100]
     return ""

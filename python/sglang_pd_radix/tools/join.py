@@ -1,4 +1,4 @@
-"""``pd-radix join``: have a gateway take a worker in, once it is ready."""
+"""``pd-radix join``: add a worker to a gateway once it is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .progress import Display
 
 _Come = TypeVar("_Come")
 
-# Seconds between two looks, and for which a worker may take to answer its health check: it makes a token for it.
+# Seconds between two looks; and time-out of a health check, for which the worker generates a token.
 LOOK_S, HEALTH_S = 0.5, 25.0
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Have it taken in. Returns the exit code."""
+    """Add the worker. Returns the exit code."""
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
     (url,) = addresses([args.worker], None, None)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         wrong = freeze(url)
         steps.done(f"{url} is ready, a {worker['worker_type']} worker" + (wrong and f", but {wrong}"))
         steps.now(f"asking {args.gateway} to take it in")
-        # It may be started together with its workers.
+        # The gateway may be starting together with its workers.
         _until(
             lambda: http(health, timeout=TIMEOUT_S)[0] == 200,
             deadline,
@@ -66,7 +66,7 @@ def wait_ready(url: str, deadline: float) -> None:
 
 
 def describe(url: str, deadline: float) -> dict[str, Any]:
-    """What a gateway has to know of a worker, from that itself. Raises PdRadixError if it is none of a pair."""
+    """A gateway's description of a worker, queried from the worker. Raises PdRadixError if it is no PD worker."""
 
     def answered() -> tuple[int, bytes] | None:
         reply = http(url + "/server_info", timeout=TIMEOUT_S)
@@ -90,14 +90,14 @@ def describe(url: str, deadline: float) -> dict[str, Any]:
 
 
 def enter(gateway: str, worker: dict[str, Any], deadline: float) -> None:
-    """Have ``gateway`` take a worker in, and wait until it may choose it. Raises PdRadixError if it does not."""
+    """Add a worker to ``gateway`` and wait until it is in use. Raises PdRadixError on failure."""
     url = worker["url"]
     if not _serves(gateway, url):
-        # A gateway gives its own key to the workers that it was started with, and to no other.
+        # A gateway uses its own key only for workers that it was started with.
         key = servers_key()
         given = worker if key is None else worker | {"api_key": key}
         status, content = http(base_url(gateway) + "/workers", given, TIMEOUT_S)
-        # One that it knows already it refuses with 409, and looks at again by itself.
+        # 409: it knows the worker already, and checks it again by itself.
         if status not in (200, 201, 202, 409):
             said = printable(content.decode(errors="replace")[:200])
             raise PdRadixError(f"{gateway} does not take {url}: {status_text(status)} {said}")
@@ -117,7 +117,7 @@ def _serves(gateway: str, url: str) -> bool:
 
 
 def _until(come: Callable[[], _Come | None], deadline: float, otherwise: str) -> _Come:
-    """What ``come`` says, once that is true. Raises PdRadixError with ``otherwise`` after ``deadline``."""
+    """The result of ``come`` once it is true. Raises PdRadixError with ``otherwise`` after ``deadline``."""
     while not (found := come()):
         if time.monotonic() > deadline:
             raise PdRadixError(otherwise)

@@ -1,4 +1,4 @@
-"""What becomes of a deployment that serves when one of its processes ends."""
+"""Handles the end of a process in a running deployment."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .cluster.startup import Startup
 from .drain import leave
 from .operate.reading import gateway_workers
 
-# A process is started again so often, and as often again once it has served for so many seconds.
+# Restarts of a process, and seconds of service after which the count starts again.
 RESTARTS, STEADY_S = 3, 60.0
-# Seconds that the router has to let a worker go.
+# Seconds for the router to remove a worker.
 LEAVE_S = 10.0
 
 
 class Keeper:
-    """Looks after the processes of a deployment that serves.
+    """Keeps the processes of a running deployment alive.
 
-    restarts: whether one that has crashed is started again. say: prints a line.
+    restarts: whether to restart crashed ones. say: prints a line.
     """
 
     def __init__(self, cluster: Cluster, restarts: bool, say: Callable[[str], None]) -> None:
         self._cluster, self._restarts, self._say = cluster, restarts, say
-        # By name: how often it was started again, and when it was ready then.
+        # By name: number of restarts, and time of the last readiness.
         self._tries: dict[str, tuple[int, float]] = {}
         self._starting: dict[str, Startup] = {}
 
     def attend(self) -> bool:
-        """See to a process that has ended. Returns whether one had.
+        """Handle an ended process. Returns whether there was one.
 
-        Raises PdRadixError if the deployment is to end with it.
+        Raises PdRadixError if the deployment ends with it.
         """
         process = self._cluster.dead()
         if process is None:
@@ -76,19 +76,19 @@ class Keeper:
                     del self._starting[name]
                     self._tries[name] = self._tries[name][0], time.monotonic()
         except PdRadixError:
-            # One that has ended meanwhile is seen to at the next look.
+            # Further ended processes are handled at the next look.
             if self._cluster.dead() is None:
                 raise
 
     def _take_out(self, process: Process) -> None:
-        """Have the router send it nothing more: who holds a prefix would be asked for it for ever."""
+        """Have the router remove it: otherwise requests for its prefixes would go to it for ever."""
         try:
             leave(self._cluster.router_url, process.url, time.monotonic() + LEAVE_S, lambda _: None, ends=True)
         except PdRadixError as error:
             self._say(f"{error}; requests that the router sends to it fail")
 
     def _is_drained(self, process: Process) -> bool:
-        """Whether the router has been told to let it go."""
+        """Whether the router has removed it on request."""
         try:
             known = gateway_workers(self._cluster.router_url)
         except PdRadixError:

@@ -1,4 +1,4 @@
-"""A directory to which one process at a time writes."""
+"""A lock on a directory for one writing process at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sglang_pd_radix.errors import PdRadixError
 
 @contextlib.contextmanager
 def alone(directory: Path, refusal: str) -> Iterator[None]:
-    """Keep all others that ask for it too out of ``directory``, which is there.
+    """Lock ``directory``, which has to exist.
 
-    Raises PdRadixError, which says ``refusal``, if somebody has it. Where there are no locks, or none may be had,
-    nobody is kept out.
+    Raises PdRadixError with ``refusal`` if it is locked. Without lock support there is no protection.
     """
     with contextlib.ExitStack() as held:
         try:

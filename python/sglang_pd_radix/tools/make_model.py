@@ -1,4 +1,4 @@
-"""``pd-radix make-model``: a small random-weight model that is good at showing wrong KV.
+"""``pd-radix make-model``: a small random-weight model that is sensitive to wrong KV.
 
 The model has no knowledge, so it is no use for chatting. It is built for tests, demos and benchmarks of the KV path:
 
@@ -62,13 +62,13 @@ BUILDERS: dict[str, Builder] = {
     "step3p5": hybrid.step3p5,
 }
 _DRAFTS = {"eagle": eagle.draft, "eagle3": eagle3.draft}
-# Those that see images, and the files that say how.
+# Models that take images, and their processor files.
 _SEEING = dict.fromkeys((arch for arch in BUILDERS if arch.startswith("qwen3.5")), qwen3_5.processor_files)
-# Where a model of those with a draft has it.
+# Subdirectory of a draft model.
 DRAFT = "draft"
-# The files of all kinds of models.
+# Files that all kinds of models have.
 _ALL_HAVE = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
-# How the name of a file ends that is not whole.
+# Suffix of incomplete files.
 _PARTIAL = ".partial"
 
 
@@ -88,9 +88,8 @@ def check_shape(shape: ModelShape) -> None:
 def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = None, seed: int = 0) -> Path:
     """Write the model into ``directory`` (made if missing) and return its path.
 
-    An earlier model in that directory, also one of another kind, is replaced: one with all files that each kind has, or
-    their parts. Every other non-empty directory is refused, so that no user's files are mixed with it. Raises
-    PdRadixError.
+    An earlier model there is replaced: a directory with all common files, complete or partial. Other non-empty
+    directories are refused, so that user files are not mixed with it. Raises PdRadixError.
     """
     from safetensors.numpy import save
 
@@ -129,12 +128,12 @@ def make_model(directory: str | os.PathLike[str], shape: ModelShape | None = Non
 
 
 def _take_over(directory: Path, written: Set[str]) -> None:
-    """Remove what an earlier model has there beside what is ``written`` now. Raises PdRadixError for others' files."""
+    """Remove an earlier model's files that are not in ``written``. Raises PdRadixError for other files."""
     draft = directory / DRAFT
     found = [*directory.iterdir(), *(draft.iterdir() if draft.is_dir() else ())]
     ours = {*_ALL_HAVE, *qwen3_5.processor_files(), DRAFT}
     foreign = sorted(str(p.relative_to(directory)) for p in found if p.name.removesuffix(_PARTIAL) not in ours)
-    # Others give single files the same names. A model whose write was killed has its last file in part.
+    # Other programs use some of these names. After a killed write the last file is partial.
     if not {p.name.removesuffix(_PARTIAL) for p in found if p.parent == directory} >= _ALL_HAVE:
         foreign += sorted(str(p.relative_to(directory)) for p in found if not p.is_dir())
     if foreign:
@@ -145,7 +144,7 @@ def _take_over(directory: Path, written: Set[str]) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # Renamed into place: a server that starts meanwhile never reads half a file.
+    # Renamed into place: a server that starts meanwhile never reads a partial file.
     partial = path.with_name(path.name + _PARTIAL)
     try:
         partial.write_bytes(content)

@@ -1,7 +1,7 @@
-"""End whole process groups, and be the watchdog that does so when their owner is gone.
+"""Ends process groups, and is the watchdog that does so after their owner's end.
 
-Run as a program (``python -I -S process_group.py``) it reads "+ PID" and "- PID" lines, which say what groups there
-are, and ends those that are left when its input closes. It needs the standard library only, and no package around it.
+As a program (``python -I -S process_group.py``) it reads lines "+ PID" and "- PID", which add and remove groups, and
+ends the remaining ones when its input closes. It needs the standard library only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-# Removes a Python program's shared memory and semaphores once its processes are gone. Killed, it leaves them behind.
+# Removes shared memory and semaphores of ended Python processes. If killed, it leaves them.
 _TRACKER = b"multiprocessing.resource_tracker"
 
 
-# What ends a program that does not say otherwise.
+# Signals that end a program by default.
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def kernel_stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on (the third of the fields of proc(5)); empty if none."""
+    """The kernel's fields of a process from its state on (the third of proc(5)); empty if there is none."""
     with contextlib.suppress(OSError):
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
@@ -32,7 +32,7 @@ def kernel_stat(pid: int) -> list[str]:
 
 
 def start_time(pid: int) -> str:
-    """When a process started, in the kernel's own count, which tells it from an earlier one of that number; or ""."""
+    """A process's start time in kernel ticks, which distinguishes reused numbers; or ""."""
     return next(iter(kernel_stat(pid)[19:]), "")
 
 
@@ -51,7 +51,7 @@ def members(group: int) -> dict[int, bytes]:
 
 
 def kill(group: int, tracker_s: float = 1.0) -> None:
-    """Kill every process of ``group``, its resource trackers last: they get ``tracker_s`` seconds to clean up."""
+    """Kill all processes of ``group``; resource trackers come last and get ``tracker_s`` seconds to clean up."""
     deadline = time.monotonic() + tracker_s
     while True:
         live = members(group)
@@ -69,27 +69,27 @@ def kill(group: int, tracker_s: float = 1.0) -> None:
 
 
 def wait_gone(group: int, seconds: float) -> None:
-    """Wait until no process of ``group`` is left, at most ``seconds``. A killed one still needs time to end."""
+    """Wait until ``group`` has no process, at most ``seconds``. Killed ones take a moment."""
     deadline = time.monotonic() + seconds
     while members(group) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def on_end(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have ``handler`` called by the signals that end this process."""
+    """Call ``handler`` on the signals that end this process."""
     for signum in ends():
         signal.signal(signum, handler)
 
 
 def ends() -> list[signal.Signals]:
-    """Those of `ENDS` that this process is to obey."""
-    # `nohup` asks for that; that SIGINT is ignored is only a shell's way with what it starts in the background.
+    """Those of `ENDS` that this process obeys."""
+    # `nohup` ignores SIGHUP on request; an ignored SIGINT only means a shell's background process.
     return [one for one in ENDS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def handled(signums: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Have ``handler`` called by these signals until the block is left, and what was called before again after it."""
+    """Use ``handler`` for these signals in the block; restores the old handlers."""
     before = {signum: signal.signal(signum, handler) for signum in signums}
     try:
         yield
@@ -100,10 +100,10 @@ def handled(signums: Iterable[int], handler: Callable[[int, FrameType | None], o
 
 @contextlib.contextmanager
 def ends_held_back() -> Iterator[None]:
-    """Hold back the signals that end this process, and what else their handlers do, until the block is left.
+    """Delay the signals that end this process, and their handlers, until the block ends.
 
-    For what must not be cut in two. By handlers and not by a mask, which a process that is started would inherit; only
-    the main thread has them. What is ignored stays so.
+    For what must not be interrupted. It uses handlers, since child processes would inherit a mask; main thread only.
+    Ignored signals stay ignored.
     """
     came: list[int] = []
     held: list[int] = []
@@ -118,8 +118,8 @@ def ends_held_back() -> Iterator[None]:
 
 
 def main() -> None:
-    """Watch: remember the groups named on the standard input, and kill them when it closes."""
-    # systemd sends them to all processes of a unit: who writes to that input is to end the groups in peace first.
+    """Watch: note the groups from stdin, and kill the remaining ones when it closes."""
+    # systemd sends them to all processes of a unit: the owner should first end the groups properly.
     for signum in ENDS:
         signal.signal(signum, signal.SIG_IGN)
     groups: set[int] = set()

@@ -1,7 +1,7 @@
-"""Progress of a command, on stderr: on a terminal rows that change, elsewhere a line for each step.
+"""Progress of a command on stderr: live rows on a terminal, otherwise one line per step.
 
-`Display` serves all commands. Stdout is left to results. Where it can no longer be written (its reader is gone, the
-terminal, or room on the disk) it ends nothing: what it tells of may have taken hours.
+Stdout is for results. Errors of writing (a closed pipe, a lost terminal, a full disk) are ignored: the command may have
+run for hours.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Shows what is under way; what is finished stays as a line.
+    """Shows current steps; finished ones stay as lines.
 
-    parts: how many headings `begin` and `end` go through; they get a bar of their own, and lines below them are
-    indented. stamped: whether lines begin with the seconds since the display was made.
+    parts: number of `begin`/`end` pairs; they get a bar, and their lines are indented. stamped: prefix lines with the
+    seconds since the start.
     """
 
     def __init__(self, parts: int = 0, stamped: bool = False) -> None:
@@ -48,23 +48,23 @@ class Display:
                 self._rows.stop()
 
     def now(self, text: str) -> None:
-        """Show what is being done."""
+        """Show the current step."""
         if self._rows:
             self._row("now", text, bar=bool(self._parts), total=None, state="")
         else:
             self._line(f"  {text}")
 
     def done(self, text: str) -> None:
-        """Print what has been done."""
+        """Print a finished step."""
         self._line(f"  {text}" if self._parts else text)
 
     def begin(self, title: str, total: int) -> None:
-        """Begin a part of ``total`` requests in all its runs."""
+        """Begin a part of ``total`` requests over all its runs."""
         self._line(title)
         self._row("now", title, bar=True, total=total, completed=0, state="")
 
     def step(self, label: str, completed: int, state: str) -> None:
-        """Show how many requests of the part are completed."""
+        """Show the completed requests of the part."""
         self._row("now", label, completed=completed, state=state)
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ class Display:
         self._row("all", "workloads", completed=self._ended, state=f"{self._ended}/{self._parts}")
 
     def startup(self, progress: Progress) -> None:
-        """Print a step of a cluster's start-up; on a terminal there is a row for each process too, until the end."""
+        """Print a step of a cluster's start; on a terminal each process also has a row until the end."""
         self._line(str(progress))
         name = progress.process.name if progress.process else "cluster"
         self._row(name, name, total=1, completed=int(progress.is_ready), state=progress.phase)
@@ -83,10 +83,10 @@ class Display:
             return
         with contextlib.suppress(OSError):
             if key not in self._tasks:
-                # What is complete when it is added would not count as finished.
+                # A row that is complete when added would not count as finished.
                 with contextlib.suppress(OSError):
                     self._rows.add_task("", total=None, bar=False, state="")
-                # It is there though it could not be drawn.
+                # The row exists although it could not be drawn.
                 self._tasks[key] = self._rows.task_ids[-1]
             text = text[: max(20, self._console.width - 40)]
             self._rows.update(self._tasks[key], description=text, **fields)  # type: ignore[arg-type]
@@ -103,10 +103,10 @@ def _stderr() -> Console:
     from rich.console import Console
 
     class Stderr(Console):
-        """Whose reader may go away: rich would have stdout go nowhere then, and exit."""
+        """Survives a closed pipe; rich would redirect stdout and exit."""
 
         def on_broken_pipe(self) -> None:
-            """Print no more, and have nobody else fail at it, such as Python when it exits."""
+            """Print no more, and keep Python's exit from failing."""
             self.quiet = True
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.file.fileno())
@@ -121,7 +121,7 @@ def _rows(console: Console) -> Rows:
     from rich.progress_bar import ProgressBar
 
     class Bar(BarColumn):
-        """A bar for the rows that count something."""
+        """A bar for rows with a count."""
 
         def render(self, task: Task) -> ProgressBar:
             """Its bar, or one without width."""
@@ -141,6 +141,6 @@ def _rows(console: Console) -> Rows:
 
 
 def print_ready(progress: Progress, file: TextIO | None = None) -> None:
-    """Print the steps of a start-up by which a process serves, to stdout or ``file``."""
+    """Print the steps of a start at which a process is ready, to stdout or ``file``."""
     if progress.is_ready:
         print(progress, file=file or sys.stdout, flush=True)

@@ -1,9 +1,9 @@
-"""Whether two answers to one prompt differ by more than rounding.
+"""Decides whether two answers to one prompt differ by more than rounding.
 
-The same prompt in another batch goes through kernels of another shape, whose sums round differently: in bf16 two
-correct runs part where two tokens are almost as likely. What KV that is wrong does is of another size: it moves the
-log-probabilities of all tokens after it. So every token of an answer is scored by another computation over the same
-tokens, and what the two differ by is held against what they do in runs without any cache on decode on the same machine.
+In another batch a prompt goes through kernels of other shapes, which round differently: in bf16 two correct runs part
+where two tokens nearly tie. Wrong KV has a larger effect: it moves the log-probabilities of all later tokens. So every
+token of an answer is scored by another computation over the same tokens. The difference is compared with that of runs
+without a cache on decode on the same machine.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# Of a maximum over some thousand tokens, the next thousand will exceed a little; and float32 rounds too.
+# A maximum over some thousand tokens is exceeded a little by the next thousand; and float32 rounds too.
 MARGIN = 3.0
 LEAST_LIMIT = 1e-4
-# Where rounding is too large to be told from a fault, what is this many times as large is none.
+# If rounding is too large to detect faults, only differences above this multiple of it are failures.
 BEYOND_NOISE = 1.5
 
 
 def limit_of(judged: float, noise: float) -> float:
-    """What a figure is held to: ``judged``, which passes it, or more where the ``noise`` is above that itself.
+    """The limit of a figure: ``judged``, or a multiple of ``noise`` if that is above it.
 
-    Above ``judged`` nothing is passed, and what is no larger than the noise is no failure either.
+    Beyond ``judged`` nothing passes, and differences up to the noise do not fail either.
     """
     return judged if noise <= judged else BEYOND_NOISE * noise
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens (ids, or texts), the log-probability of each (nats), and the likeliest of each place with theirs."""
+    """Tokens (ids or texts), their log-probabilities (nats), and each place's likeliest tokens with theirs."""
 
     tokens: tuple[Any, ...]
     logprobs: tuple[float, ...]
@@ -38,16 +38,16 @@ class Answer:
 
 
 def _distance(a: float | None, b: float | None) -> float:
-    """Infinite where one is no number (in JSON: null), which no rounding makes."""
+    """Infinite if one is NaN (null in JSON), which rounding never makes."""
     return math.inf if a is None or b is None or math.isnan(a) or math.isnan(b) else abs(a - b)
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """An answer and a score of the same tokens by another computation; all in nats, infinite where one is no number.
+    """Difference between an answer and another computation's score of it; nats, infinite for NaN.
 
-    most: the largest difference of a token's log-probability. rms: the root of the mean square of all. behind: the most
-    that a token was less likely than the likeliest of its place, by the score.
+    most: largest difference of a token's log-probability. rms: root mean square. behind: most by which a token was
+    behind the likeliest one, by the score.
     """
 
     most: float
@@ -56,7 +56,7 @@ class Deviation:
 
 
 def deviation(answer: Answer, score: Answer) -> Deviation:
-    """How far ``answer``, which was made greedily, is from the ``score`` of its tokens, with the likeliest of each."""
+    """The deviation of a greedy ``answer`` from the ``score`` of its tokens."""
     if answer.tokens != score.tokens:
         raise ValueError("a score is of the tokens of the answer")
     apart = [_distance(a, b) for a, b in zip(answer.logprobs, score.logprobs, strict=True)]
@@ -67,16 +67,16 @@ def deviation(answer: Answer, score: Answer) -> Deviation:
     return Deviation(max(apart), math.sqrt(sum(a * a for a in apart) / len(apart)), max(behind))
 
 
-# No noise lifts a limit above these, nats: the largest that rounding may do to a log-probability, and to the root mean
-# square of an answer's. By what was measured, see docs/evidence.md#verdicts-2026-11-23.
+# Upper bounds of the limits, nats: of a log-probability, and of an answer's root mean square. Measured, see
+# docs/evidence.md#verdicts-2026-11-23.
 CEILINGS = {"float32": (0.01, 0.003), "": (0.5, 0.2)}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What rounding may explain of a `Deviation`: what is up to ``most`` and ``rms`` is right.
+    """The deviation that rounding may explain: up to ``most`` and ``rms``.
 
-    noise: the largest of each kind between runs that are right.
+    noise: the largest deviations between correct runs.
     """
 
     most: float
@@ -85,7 +85,7 @@ class Limits:
 
     @classmethod
     def of(cls, noise: Iterable[Deviation], dtype: str) -> Limits:
-        """From the deviations of answers in which no cache had a part, in ``dtype``."""
+        """From deviations of answers without a cache, in ``dtype``."""
         seen = list(noise)
         largest = Deviation(*(max(getattr(d, name) for d in seen) for name in ("most", "rms", "behind")))
         most, rms = CEILINGS.get(dtype.removeprefix("torch."), CEILINGS[""])
@@ -97,7 +97,7 @@ class Limits:
 
     @property
     def held_to(self) -> Deviation:
-        """What is above it is more than rounding; see `limit_of`. Two tokens may each be off by the limit."""
+        """The limits; see `limit_of`. ``behind`` is twice ``most``: both tokens may be off."""
         return Deviation(
             limit_of(self.most, self.noise.most),
             limit_of(self.rms, self.noise.rms),
@@ -106,7 +106,7 @@ class Limits:
 
     @property
     def unjudgeable(self) -> str | None:
-        """Why nothing can be said here, None where something can: runs that are right differ by more than may be."""
+        """Why no judgement is possible: correct runs differ too much. None if it is possible."""
         if max(self.noise.most, self.noise.behind / 2) <= self.most and self.noise.rms <= self.rms:
             return None
         seen = self.noise
@@ -117,7 +117,7 @@ class Limits:
         )
 
     def beyond(self, d: Deviation) -> str | None:
-        """What of ``d`` is more than rounding, None where nothing is."""
+        """What in ``d`` exceeds rounding; None if nothing does."""
         limit, wrong = self.held_to, []
         if not d.most <= limit.most:
             wrong.append(f"log-probabilities are off by up to {d.most:.2g} (limit {limit.most:.2g})")

@@ -1,4 +1,4 @@
-"""``pd-radix top``: workers and requests of a deployment as they are now, in a terminal."""
+"""``pd-radix top``: the current workers and requests of a deployment, in a terminal."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it. Returns the exit code: with --json 1 if a worker could not be looked at, 128 + n after signal n."""
-    # Neither is NaN.
+    """Show it. Returns the exit code: with --json 1 if a worker could not be read, 128 + n after signal n."""
+    # Also refuses NaN.
     if not args.interval > 0:
         raise PdRadixError(f"--interval is {args.interval:g}: give a number of seconds above 0")
-    # The view reads keys from the first and draws on the third. Where the second goes elsewhere, nobody means to look.
+    # The view reads keys from stdin and draws on stderr. A redirected stdout means that no view is wanted.
     if not args.json and not all(map(os.isatty, range(3))):
         raise PdRadixError("the live view needs a terminal as its input and output: give --json to look once")
     urls = addresses(args.worker, args.gateway, args.deployment)

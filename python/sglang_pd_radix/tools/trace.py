@@ -1,4 +1,4 @@
-"""``pd-radix trace``: what happened to a request, and when, from what its workers remember."""
+"""``pd-radix trace``: a request's stages and times, from its workers' records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .operate.reading import TIMEOUT_S, addresses
 from .operate.texts import printable
 
 VARIABLE = "SGLANG_DISAGGREGATION_ENDED_REQUESTS"
-# In the place of a status: 200, and not what a worker says.
+# Instead of a status: 200 with an answer that is not a worker's.
 OTHER = -1
 
-#: What a stage is, by the role of the worker; "" for both.
+#: Descriptions of stages by the worker's role; "" for both.
 STAGES = {
     "received": {"": "its HTTP server has it"},
     "tokenized": {"": "its prompt is tokenized"},
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
-    """What the workers remember of a request, each record with its ``worker``. Raises PdRadixError if none does.
+    """The workers' records of a request, each with its ``worker``. Raises PdRadixError if there are none.
 
-    The two workers of a pair share a request's room. Where the client gave no rid, each has made one of its own.
+    The two workers of a pair share a room. Without a rid from the client each has its own.
     """
     known, silent = ask(urls, {"rid": rid})
     rooms = {record["room"] for record in known if record["room"]}
@@ -93,7 +93,7 @@ def find(urls: Sequence[str], rid: str) -> list[dict[str, Any]]:
 
 
 def ask(urls: Sequence[str], question: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """What is remembered, and why some workers cannot say, by their URL. Raises PdRadixError if none can."""
+    """The records, and by URL why workers have none. Raises PdRadixError if all fail."""
 
     def ask_one(url: str) -> tuple[int, list[dict[str, Any]]]:
         status, content = http(f"{url}/ended_requests?{urlencode(question)}", timeout=TIMEOUT_S)
@@ -119,7 +119,7 @@ def _listed(silent: dict[str, str]) -> str:
 
 
 def _is_record(record: Any) -> bool:
-    """Whether it has what is told here; another version's may not."""
+    """Whether it has the needed fields; another version's may not."""
     return (
         isinstance(record, dict)
         and record.keys() >= {"prompt_tokens", "completion_tokens", "retractions"}
@@ -139,7 +139,7 @@ def _why(status: int) -> str:
 
 
 def as_text(records: Iterable[dict[str, Any]]) -> list[str]:
-    """The lines: the records, and then all that happened, in the order of time."""
+    """The lines: a summary of each record, then all stages by time."""
     lines, events = [], []
     for record in records:
         lines.append(_summary(record))

@@ -1,4 +1,4 @@
-"""``pd-radix up``: a prefill/decode deployment on this machine from one command."""
+"""``pd-radix up``: starts a prefill/decode deployment on this machine."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from .trace import VARIABLE as ENDED_REQUESTS
 
 RADIX_ALIAS = "--disaggregation-enable-decode-radix-cache"
 _BACKENDS = ("nixl", "mooncake", "mori", "ascend", "fake")
-#: Those that a prefix cache on decode can have.
+#: Backends with a prefix cache on decode.
 DELTA_BACKENDS = ("nixl", "mooncake")
-# Longer than a page of 16 tokens, so that the cache has something of it the second time.
+# Longer than a page of 16 tokens, so that a repetition hits the cache.
 _QUESTION = "Write a short story about a river that forgot its name. Begin with the weather, and end with the sea."
-# How many ended requests `pd-radix trace` finds on each worker.
+# Ended requests that each worker remembers for `pd-radix trace`.
 _REMEMBERED = "1000"
 
 _EPILOG = """
@@ -72,7 +72,7 @@ class _Ended(BaseException):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``pd-radix up``. What is parsed goes through `join_values` first."""
+    """Declare the options of ``pd-radix up``. Apply `join_values` before parsing."""
     parser.description = "Start prefill workers, decode workers and the router on this machine, and end them together."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None = None) -> list[str]:
-    """Options of the decode workers, with the prefix cache's flag if ``radix`` and it is not there already."""
+    """Options of decode workers, with the prefix cache's flag added if ``radix``."""
     given = has_option(args, RADIX_FLAG, RADIX_ALIAS)
     if given and not radix:
         raise PdRadixError(f"--no-radix and {RADIX_FLAG} contradict each other: give one of them")
@@ -127,7 +127,7 @@ def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None 
 
 
 def check_model(path: str) -> str:
-    """``path`` itself, if it is a model directory or the name of a hosted model. Raises PdRadixError."""
+    """``path``, if it is a model directory or a hosted model's name. Raises PdRadixError."""
     try:
         directory = Path(path).expanduser()
     except RuntimeError as error:
@@ -143,21 +143,20 @@ def check_model(path: str) -> str:
 
 
 def check_pegaflow() -> None:
-    """Raise PdRadixError if no PegaFlow server of the version that the workers want can be started here."""
+    """Raise PdRadixError if no PegaFlow server of the required version can be started here."""
     what = pegaflow_host.trouble()
     if what is not None:
         raise PdRadixError(f"--pegaflow: {what}")
 
 
 def check_json(path: Path | None) -> None:
-    """Raise PdRadixError if ``path``, where a result is to be written, has no directory, is no file, or is closed to
-    us."""
+    """Raise PdRadixError if the result file ``path`` has no directory, is no regular file, or may not be written."""
     if path is None:
         return
     behind = _behind(path)
     if not behind.parent.is_dir():
         raise PdRadixError(f"--json {path}: there is no directory {behind.parent}")
-    # An open file of a process would be replaced by another one.
+    # Writing would replace a process's open file.
     if str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/")) or (path.exists() and not path.is_file()):
         raise PdRadixError(f"--json {path}: that is no regular file, give one")
     if not os.access(behind.parent, os.W_OK):
@@ -165,7 +164,7 @@ def check_json(path: Path | None) -> None:
 
 
 def owner(path: Path) -> int | None:
-    """The process of the deployment that a file of ``pd-radix up --json`` describes; None if there is no such file."""
+    """The process of the deployment described by a file of ``pd-radix up --json``; None without a file."""
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"]) if path.is_file() else None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -173,16 +172,16 @@ def owner(path: Path) -> int | None:
 
 
 def check_unowned(path: Path | None) -> None:
-    """Raise PdRadixError if ``path`` describes a deployment that runs."""
+    """Raise PdRadixError if ``path`` describes a running deployment."""
     pid = owner(path) if path else None
     if path and pid is not None and _wrote(pid, path):
         raise PdRadixError(f"--json {path}: it describes a deployment that runs, of process {pid}; give another file")
 
 
 def _wrote(pid: int, path: Path) -> bool:
-    """Whether process ``pid`` runs, and has since before ``path`` was written.
+    """Whether process ``pid`` runs, and started before ``path`` was written.
 
-    What was killed leaves its file, and its number is another's then; in a container it may be the same each time.
+    A killed process leaves its file, and its number may be reused; in a container it is often the same.
     """
     try:
         return psutil.Process(pid).create_time() <= path.stat().st_mtime
@@ -191,7 +190,7 @@ def _wrote(pid: int, path: Path) -> bool:
 
 
 def check_log_dir(path: Path | None) -> None:
-    """Make ``path``, where logs go. Raises PdRadixError if it cannot be made."""
+    """Create the log directory ``path``. Raises PdRadixError if that fails."""
     try:
         if path:
             path.mkdir(parents=True, exist_ok=True)
@@ -201,9 +200,9 @@ def check_log_dir(path: Path | None) -> None:
 
 @contextlib.contextmanager
 def own_log_dir(path: Path | None) -> Iterator[None]:
-    """Make ``path``, where logs go, and keep others' `pd-radix up` out of it meanwhile.
+    """Create the log directory ``path`` and lock it against other `pd-radix up`, which would overwrite the logs.
 
-    They would write over the logs. Raises PdRadixError if it cannot be made, or one is there.
+    Raises PdRadixError if it cannot be created, or is locked.
     """
     check_log_dir(path)
     refusal = f"--log-dir {path}: a deployment that runs has its logs there; give another directory"
@@ -212,7 +211,7 @@ def own_log_dir(path: Path | None) -> Iterator[None]:
 
 
 def check_port(host: str, port: int | None) -> None:
-    """Raise PdRadixError if the router could not listen there; workers would be started for nothing."""
+    """Raise PdRadixError if the router cannot listen there, before workers start."""
     if port is not None and not 1 <= port <= 65535:
         raise PdRadixError(f"--port {port}: give 1 to 65535")
     try:
@@ -230,7 +229,7 @@ def check_port(host: str, port: int | None) -> None:
 
 
 def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
-    """Raise PdRadixError where the prefix cache cannot be off on one side and on on the other, as ``who`` has it."""
+    """Raise PdRadixError if the prefix cache cannot be switched per side, as ``who`` needs."""
     if not patches_engine():
         raise PdRadixError("SGLANG_PD_RADIX=0 switches the prefix cache off: unset it")
     if has_option(engine_options, RADIX_FLAG, RADIX_ALIAS):
@@ -238,24 +237,23 @@ def check_may_switch(who: str, engine_options: Sequence[str]) -> None:
 
 
 def check_page_size(options: Sequence[str]) -> None:
-    """Raise PdRadixError for what the engine would refuse only after the start."""
+    """Raise PdRadixError for a value that the engine would refuse only after the start."""
     given = option_value(options, "--page-size")
     if given is not None and not (given.isdecimal() and int(given) >= 1):
         raise PdRadixError(f"--page-size {given}: must be a whole number of at least 1")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write ``document`` as `write_whole` does."""
+    """Write ``document`` as `write_whole`."""
     write_whole(path, json.dumps(document, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader finds either nothing or all of it; a symbolic link stays one. Raises
-    PdRadixError if that fails."""
+    """Write ``text`` atomically; a symbolic link is kept. Raises PdRadixError on failure."""
     path = _behind(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # A name on the command line need not be UTF-8.
+        # Command-line names need not be UTF-8.
         partial.write_bytes(text.encode(errors="backslashreplace"))
         partial.replace(path)
     except OSError as error:
@@ -265,19 +263,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove_json(path: Path) -> None:
-    """Remove what this process has written there, unless another has since."""
+    """Remove the file that this process has written, unless another has replaced it."""
     if owner(path) == os.getpid():
         with contextlib.suppress(OSError):
             _behind(path).unlink()
 
 
 def _behind(path: Path) -> Path:
-    """Where the symbolic links of ``path`` lead."""
+    """The target of ``path``'s symbolic links."""
     return Path(os.path.realpath(path))
 
 
 def check_backend(backend: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
-    """Raise PdRadixError where workers with these options cannot transfer over ``backend``."""
+    """Raise PdRadixError if workers with these options cannot transfer over ``backend``."""
     if has_option(prefill, RADIX_FLAG, RADIX_ALIAS):
         raise PdRadixError(f"{RADIX_FLAG} is for decode workers alone, which have it without --no-radix: remove it")
     if backend not in DELTA_BACKENDS and has_option(decode, RADIX_FLAG, RADIX_ALIAS):
@@ -294,25 +292,25 @@ def check_backend(backend: str, prefill: Sequence[str], decode: Sequence[str]) -
 
 
 def served_name(model: str) -> str:
-    """By which clients name a model: as a hosted one is named, or its directory. The engine would take the whole path.
+    """The model's name for clients: the hosted name, or the directory's; the engine's default is the whole path.
 
-    It keeps colons for adapters (``model:adapter``).
+    Colons are reserved for adapters (``model:adapter``).
     """
     directory = Path(model)
     return directory.resolve().name.replace(":", "-") if directory.is_dir() else model
 
 
 def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
-    """The (not yet started) cluster that the parsed options describe; ``more`` goes to `Cluster` as it is.
+    """The cluster that the parsed options describe, not yet started; ``more`` goes to `Cluster`.
 
-    Raises PdRadixError for whatever would show only once processes run, as far as it can be known before.
+    Raises PdRadixError for errors that can be found before processes run.
     """
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
     check_json(args.json)
     check_unowned(args.json)
     check_log_dir(args.log_dir)
-    # The router takes addresses only.
+    # The router takes IP addresses only.
     host = HOST if args.host == "localhost" else args.host
     check_port(host, args.port)
     pegaflow = split_options(args.pegaflow_args, "--pegaflow-args")
@@ -336,7 +334,7 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
         raise PdRadixError("--model is missing: give a directory or a name; `pd-radix make-model m` makes a small one")
     model = check_model(args.model_path)
     remembered = {ENDED_REQUESTS: os.environ.get(ENDED_REQUESTS, _REMEMBERED)}
-    # The user's come later, and win.
+    # User options come later and win.
     common = ["--served-model-name", served_name(model), "--enable-metrics", "--enable-cache-report", *common]
     return Cluster(
         model,
@@ -358,7 +356,7 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Bring it up, serve until a signal or a failure, take it down. Returns the exit code."""
+    """Start it, serve until a signal or a failure, stop it. Returns the exit code."""
     with own_log_dir(args.log_dir):
         return _run(args)
 
@@ -373,7 +371,7 @@ def _run(args: argparse.Namespace) -> int:
         if signals:
             raise _Ended(signals[0])
 
-    # Handlers only take note: an exception between the start of a process and its registration would lose it.
+    # Handlers only set a mark: an exception between a process's start and its registration would lose it.
     process_group.on_end(note)
     with Display() as show:
         cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)
@@ -389,11 +387,11 @@ def _run(args: argparse.Namespace) -> int:
             write_json(args.json, cluster.describe())
         print("\n".join(_introduction(cluster)), flush=True)
         keeper = Keeper(cluster, args.restart, _say)
-        # A signal may come while a process is started again, too.
+        # A signal may also come during a restart.
         with contextlib.suppress(_Ended):
             while not signals:
                 if keeper.attend() and args.json and owner(args.json) == os.getpid():
-                    # It has the old one still, where the disk is full.
+                    # On a full disk the old file stays.
                     with contextlib.suppress(PdRadixError):
                         write_json(args.json, cluster.describe())
                 time.sleep(0.2)
@@ -409,7 +407,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _introduction(cluster: Cluster) -> Iterator[str]:
-    """What runs, and what can be done with it."""
+    """The lines that describe the running deployment and its use."""
     for process in cluster.processes:
         bootstrap = f"  bootstrap {process.bootstrap_port}" if process.bootstrap_port else ""
         yield f"{process.name:<10} {process.url}  pid {process.pid}{bootstrap}  {process.log_path}"
@@ -431,6 +429,6 @@ def _introduction(cluster: Cluster) -> Iterator[str]:
 
 
 def _say(text: str) -> None:
-    # The terminal may be what went away.
+    # The terminal may have been closed.
     with contextlib.suppress(OSError):
         print(f"pd-radix: {text}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""``pd-radix verify``: is the decode prefix cache right on this machine, with this model? A verdict for a report.
+"""``pd-radix verify``: checks the decode prefix cache on this machine with this model, with a verdict for a report.
 
-One prefill worker, and behind it a decode worker without the flag and one with it. Both are asked the same prompts:
-what is new, the same again, longer, cut off in the middle of a page, a herd with one new prefix, chats. Every answer is
-then given to prefill, which computes it anew in one pass: each token's log-probability, and the KV that decode had at
-the end, are compared with its own. What rounding may do is measured on the side without the flag, and has a ceiling.
+A prefill worker, and decode workers without and with the flag. Both get the same prompts: new, repeated, extended, cut
+off within a page, a herd with one new prefix, chats. Prefill recomputes every answer in one pass: each token's
+log-probability, and the KV that decode had at the end, are compared with its own. The rounding allowed is measured on
+the side without the flag, and has a ceiling.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .verification.script import Script, tokens_to_hold
 
 _BACKENDS = ("nixl", "mooncake")
 
-# What the benchmark's workload (a) is held to here. Times are told and not judged: one run of each side shows little.
+# Limit for the benchmark's workload (a). Times are reported, not judged: one run of each side shows little.
 MOST_OVER_LEAST = 1.05
-# Less than the lower bound is bytes that were not counted; but for a quotient of floats.
+# Less than the lower bound means uncounted bytes; tolerance for float division.
 LEAST_OVER_LEAST = 0.999
-# Of the answers there, the part that may differ with texts that do not say their tokens: it fails if more do.
+# Part of answers that may differ if texts do not determine their tokens.
 MOST_UNREADABLE = 0.03
-# Of decode's pools, the part that the prompts may fill: what a request waits for, and what is kept free, is beside it.
+# Part of decode's pools that the prompts may fill; the rest is for waiting requests and the reserve.
 FILLED = 0.7
 
 _EPILOG = """
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything and print the verdict. Returns the exit code."""
+    """Run all checks and print the verdict. Returns the exit code."""
     check_json(args.json)
     check_may_switch("verify", args.engine_options)
     check_page_size(args.engine_options)
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         except PdRadixError as error:
             if not verdict.setting.get("model"):
                 raise
-            # What has been found so far belongs to the report as well.
+            # The report includes findings so far.
             verdict.part("the run").failures.append(str(error))
         except KeyboardInterrupt:
             if not verdict.setting.get("model"):
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.json:
             write_json(args.json, verdict.document())
-    finally:  # The terminal may be gone, or the disk full: what can be said is.
+    finally:  # The terminal may be closed or the disk full.
         print(verdict.text)
     if interrupted:
         return 128 + signal.SIGINT
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell_doctor(checks: Sequence[doctor.Check], backend: str, verdict: Verdict) -> None:
-    """What is wrong, and what could not be checked; of the latter the run needs the loader and its ``backend``."""
+    """Report failed and missing checks; of the latter the run needs the loader and ``backend``."""
     unwell = [check for check in checks if check.status == "fail"]
     unchecked = [check for check in checks if check.status == "warn" and check.detail.startswith("not checked")]
     told = ", ".join(check.name for check in unwell) or "nothing is wrong"
@@ -149,9 +149,9 @@ def _tell_doctor(checks: Sequence[doctor.Check], backend: str, verdict: Verdict)
 
 @contextlib.contextmanager
 def _log_dir(given: Path | None, verdict: Verdict, show: Display) -> Iterator[Path]:
-    """``given``; else a temporary directory, which stays only for what an error or a FAILED verdict leaves in it.
+    """``given``; otherwise a temporary directory, kept only after an error or a FAILED verdict.
 
-    An interrupt is none.
+    An interrupt counts as neither.
     """
     if given is not None:
         yield given
@@ -183,7 +183,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
         deployment, written = _deployment(args, model, logs, records, command.shape_of(sizes), options, show)
         show.now("starting a prefill and two decode workers")
         stack.enter_context(deployment)
-        # Leaves before the servers are ended: a worker that died says more than the request it took along.
+        # Before the servers are stopped: a dead worker is a better reason than its failed request.
         stack.push(lambda kind, error, trace: deployment.cluster.check() if kind is PdRadixError else None)
         info = deployment.info(deployment.variants[1])
         verdict.setting |= _setting(args, info)
@@ -203,7 +203,7 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
 
 
 def _pools_told(counts_pages: dict[str, bool]) -> str:
-    """What a report says of sound pools. counts_pages: as of `deploy.Deployment`."""
+    """The report's text on sound pools. counts_pages: as in `deploy.Deployment`."""
     whole, partly = (
         ", ".join(name for name, told in counts_pages.items() if told is wanted) for wanted in (True, False)
     )
@@ -217,11 +217,11 @@ def _pools_told(counts_pages: dict[str, bool]) -> str:
 
 
 def _pool(options: list[str]) -> int:
-    """Tokens of decode's pools in which nothing is evicted that the prompts leave there: all of it is asked again."""
+    """Tokens of decode's pools that hold all prompts without eviction: all of them are repeated."""
     try:
         page_size = int(option_value(options, "--page-size") or 1)
     except ValueError:
-        page_size = 1  # The engine will say what is wrong with it.
+        page_size = 1  # the engine will report the error
     return int(tokens_to_hold(page_size, ANSWER_TOKENS) / FILLED) // page_size * page_size
 
 
@@ -234,7 +234,7 @@ def _deployment(
     options: list[str],
     show: Display,
 ) -> tuple[deploy.Deployment, list[kv_record.Records]]:
-    """The servers, not yet started, and where prefill and decode without and with the flag will leave their records."""
+    """The servers, not yet started, and the record directories of prefill, and of decode without and with the flag."""
     written = [kv_record.Records(records / name) for name in ("prefill", "off", "on")]
     prefill, off, on = (kv_record.environment(each.directory, dict(os.environ)) for each in written)
     if args.self_test:
@@ -267,7 +267,7 @@ def _setting(args: argparse.Namespace, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _judge_answers(check: Check, verdict: Verdict, show: Display) -> None:
-    """The answers of both sides, what they were made from, and what is left in the pools; see `Check`."""
+    """Check answers, KV and leaks of both sides; see `Check`."""
     show.now("flag off: one request at a time, many at once, and all of it scored")
     problems = check.measure_noise()
     check.noise.judge_noise(verdict)
@@ -293,7 +293,7 @@ def _measure(
     info: dict[str, Any],
     show: Display,
 ) -> None:
-    """The benchmark's workload (a) in small, once on each side. info: what a worker says of itself."""
+    """The benchmark's workload (a) in small, once on each side. info: a worker's server info."""
     off, on = deployment.variants
     page_size = info["page_size"]
     part = verdict.part("benchmark (a)")
@@ -317,11 +317,11 @@ def _measure(
         f"({over_least:.3f} times the lower bound); {workload.requests - different} of {workload.requests} answers "
         f"are the same{'' if exact else ' (told, not judged: rounding parts answers, see above)'}"
     )
-    # What decode computes itself need not be sent.
+    # What decode computes is not sent.
     least = 0.0 if b.get("computed_tokens") else LEAST_OVER_LEAST
     if not least <= over_least <= MOST_OVER_LEAST:
         part.failures.append(f"(a): {over_least:.3f} times the lower bound was sent, not 1 to {MOST_OVER_LEAST}")
-    # Sums in another order part an answer in a thousand also in float32, where two tokens are as likely.
+    # In float32 one answer in a thousand parts too, where two tokens tie.
     partings = parted.find([runs["off"], runs["on"]]) if exact else []
     if partings:
         looks = parted.look(deployment, load, workload, partings, show.now, workload.requests)

@@ -1,4 +1,4 @@
-"""What running workers say of themselves: their counters, their KV pools, and whether those are sound."""
+"""Queries running workers: counters and KV pools, and checks the pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_pd_radix.errors import PdRadixError
 from .cluster import Cluster, http
 from .cluster.local_http import status_text
 
-# What the workers count, with the flag off as with it on.
+# Counters of workers, with the flag off or on.
 PREFILL_COUNTERS = {
     "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
     "saved_bytes": "sglang:kv_transfer_saved_bytes_total",
@@ -25,7 +25,7 @@ DECODE_COUNTERS = {
 
 
 def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
-    """Sums over all label sets of the Prometheus counters in ``names`` (ours -> theirs). A missing one is left out."""
+    """Sums over label sets of the Prometheus counters in ``names`` (ours -> theirs). Missing ones are left out."""
     theirs = {metric: name for name, metric in names.items()}
     sums: dict[str, float] = {}
     for line in text.splitlines():
@@ -36,37 +36,36 @@ def parse_counters(text: str, names: dict[str, str]) -> dict[str, float]:
     return sums
 
 
-# What every worker tells of a rank; what one tells besides of which one pool has all KV; and one whose tree is to be
-# sound.
+# Figures of every rank; further ones of a rank with a single KV pool; and of one whose tree is audited.
 POOL_FIGURES = ("idle", "req_slots", "free_req_slots", "metadata_buffers", "free_metadata_buffers")
 KV_FIGURES = ("size", "available", "evictable", "protected")
 TREE_FIGURES = ("locks_taken", "locks_released", "audit")
 
 
 def told_pools(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the ranks of a worker say under ``kv_pool``, by DP rank; told in the order in which they answered.
+    """The ranks' entries of a worker's ``kv_pool``, sorted by DP rank; they arrive in order of their answers.
 
-    `KV_FIGURES` are in none of a rank whose tree is one of the engine's over several kinds of KV, or with host memory.
+    `KV_FIGURES` are missing if a rank's tree is the engine's for several kinds of KV, or uses host memory.
     """
     pools = [state["kv_pool"] for state in info["internal_states"] if "kv_pool" in state]
     return sorted(pools, key=lambda pool: pool.get("dp_rank", 0))
 
 
 def rank_name(name: str, pool: Mapping[str, Any]) -> str:
-    """What the rank of a pool is called whose worker is called ``name``."""
+    """The name of a pool's rank, given its worker's."""
     return f"{name} rank {pool['dp_rank']}" if "dp_rank" in pool else name
 
 
 def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[str]:
-    """What one rank of an idle prefill or decode worker holds and should not, from its ``kv_pool`` figures (tokens).
+    """Leaks of one rank of an idle prefill or decode worker, from its ``kv_pool`` figures (tokens).
 
-    keeps_tree: it is a decode worker with the flag, which counts its locks and audits its tree.
+    keeps_tree: a decode worker with the flag, which counts locks and audits its tree.
     """
     name = rank_name(name, pool)
     of_kv = keeps_tree or any(key in pool for key in KV_FIGURES)
     expected = (*(KV_FIGURES if of_kv else ()), *POOL_FIGURES, *(TREE_FIGURES if keeps_tree else ()))
     missing = [key for key in expected if key not in pool]
-    # It has no audit while it is busy.
+    # A busy rank has no audit.
     if not pool.get("idle", True):
         return [f"{name} is not idle although every answer is complete: {dict(pool)}"]
     if missing:
@@ -92,9 +91,9 @@ def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[
 def summed_counters(
     prefill_urls: Sequence[str], decode_urls: Sequence[str], optional: dict[str, str] | None = None
 ) -> dict[str, int]:
-    """The counters of these workers, summed; and the ``optional`` ones, which not all workers have.
+    """Summed counters of these workers, with ``optional`` ones where they exist.
 
-    Raises PdRadixError for a worker that does not count.
+    Raises PdRadixError for a worker without counters.
     """
     optional = optional or {}
     sums = dict.fromkeys(optional, 0)
@@ -114,7 +113,7 @@ def summed_counters(
 
 
 def server_info(url: str) -> dict[str, Any]:
-    """What the worker at ``url`` says of itself. Raises PdRadixError if it does not answer with 200."""
+    """A worker's server info. Raises PdRadixError without status 200."""
     status, content = http(url + "/server_info", timeout=30)
     if status != 200:
         said = content.decode(errors="replace")[:200]
@@ -123,9 +122,9 @@ def server_info(url: str) -> dict[str, Any]:
 
 
 def idle_pools(url: str) -> list[dict[str, Any]]:
-    """What `told_pools` has of the worker at ``url``, once all its ranks are idle or after 10 seconds.
+    """`told_pools` of the worker at ``url``, once all ranks are idle or after 10 seconds.
 
-    Empty where it is without this package; of an earlier version also where no one pool has all KV.
+    Empty without this package; also of an earlier version without a single KV pool.
     """
     deadline = time.monotonic() + 10
     while True:
@@ -136,17 +135,17 @@ def idle_pools(url: str) -> list[dict[str, Any]]:
 
 
 def problems_of(name: str, pools: Sequence[dict[str, Any]], keeps_tree: bool) -> list[str]:
-    """What is wrong with the pools of one worker, which must tell of them if it ``keeps_tree``."""
+    """Leaks in the pools of one worker; with ``keeps_tree`` it has to report them."""
     if keeps_tree and not pools:
         return [f"{name} tells nothing of its KV pool"]
     return [problem for pool in pools for problem in pool_problems(name, pool, keeps_tree)]
 
 
 def empty_caches(cluster: Cluster, urls: Sequence[str], timeout_s: float = 10) -> None:
-    """Empty the caches of the workers at ``urls``, as if they had just been started. Raises PdRadixError."""
+    """Empty the caches of the workers at ``urls``. Raises PdRadixError."""
     for url in urls:
         deadline = time.monotonic() + timeout_s
-        # Refused until the last request is gone.
+        # Refused until the last request has ended.
         while (status := http(url + "/flush_cache", {}, timeout=timeout_s)[0]) != 200:
             cluster.check()
             if status == 401:

@@ -1,23 +1,23 @@
 """``pd-radix bench``: PD deployments with the decode prefix cache off and on, measured against each other.
 
-workload.py   what is asked: prompts as token ids, answer lengths, who waits for whom
+workload.py   the requests: prompts as token ids, answer lengths, dependencies
 traces.py     traces in Mooncake's format
-least.py      what any cache would have to send and hold for it, from the workload alone
-load.py       asks it: the engine's `sglang.bench_serving`, in a process of its own
-deploy.py     the servers that are compared
-asked.py      a request that was answered, and one that was not
-measure.py    one run: ask, watch, and take the figures
+least.py      lower bounds of what any cache has to send and hold, from the workload alone
+load.py       the load generator: the engine's `sglang.bench_serving`, in its own process
+deploy.py     the servers under comparison
+asked.py      a request that was answered, and one that failed
+measure.py    one run: send requests, sample, compute figures
 steady.py     clients that send long prompts all the time, beside a chat
-turns.py      all runs of a workload, the sides in turns
-goodput.py    the rates at which requests keep a promised TTFT and ITL
-rates.py      which rates are measured for that, and what is known from them
-parted.py     answers that are not the same: where they part, and how far apart the two tokens are
+turns.py      all runs of a workload, with the sides in turns
+goodput.py    the highest rates that keep a TTFT and ITL limit
+rates.py      which rates to measure for that, and what follows from them
+parted.py     answers that differ: where, and how far apart the two tokens are
 stats.py      percentiles, spreads and ratios
 chart.py      charts as pictures
 compared.py   the table of the sides
 report.py     JSON, Markdown and pictures
-record.py     what is kept of a report
-command.py    the options, and the order in which things are run
+record.py     the short record of a report
+command.py    the options, and the order of the runs
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request that was answered, as its client saw it, and one that was not."""
+"""A request that was answered, as its client saw it, and one that failed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .workload import Request
 
 
 class RequestFailed(PdRadixError):
-    """A request of the load got no answer, or not all of it: what says something of the servers."""
+    """A request got no answer, or an incomplete one: a fault of the servers."""
 
 
 @dataclass
 class Asked:
-    """A request that was answered: its prompt as it was sent, and what the client saw (seconds).
+    """An answered request: its prompt as sent, and times as its client saw them (seconds).
 
-    beside and due_s: as of its `Request`. unix_s: from the clock of ``start_s`` to Unix time, where it has a rid.
+    beside, due_s: as in its `Request`. unix_s: offset from the clock of ``start_s`` to Unix time, if it has a rid.
     """
 
     prompt: Sequence[int]
@@ -37,7 +37,7 @@ class Asked:
 
     @classmethod
     def of(cls, request: Request, prompt: Sequence[int], output: dict[str, Any]) -> Asked:
-        """What `load.py` tells of ``request``."""
+        """From the output of `load.py` for ``request``."""
         times = {name: output[name] for name in ("start_s", "ttft_s", "latency_s", "itl_s")}
         tokens, text = output["tokens"], output["text"]
         known = {name: output[name] for name in ("rid", "unix_s") if name in output}

@@ -1,7 +1,7 @@
-"""``--breakdown``: where the time to first token goes, by the time stamps of workers and clients.
+"""``--breakdown``: stages of the time to first token, from time stamps of workers and clients.
 
-Workers remember the requests of a run; after it they are asked for all of them at once. A request is found by its rid.
-All processes are on one machine, so their times are of one clock.
+Workers remember a run's requests and are asked for all of them after it. Requests are matched by rid. All processes run
+on one machine, so their clocks agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .measure import Run
     from .workload import Workload
 
-# Of all servers: no run here has more requests, and a worker takes memory (a few KB each) for those that it had.
+# For all servers: more than the requests of any run here. A worker needs a few KB for each that it remembers.
 ENV = {VARIABLE: "20000"}
 
 SENT, COMPUTED, AGGREGATED = "KV from prefill", "computed on decode", "aggregated"
@@ -35,9 +35,9 @@ TURNS = (FIRST, LATER, ALL)
 
 @dataclass(frozen=True)
 class Stage:
-    """What passes between two moments of a request: ``role.stage`` of a worker's record, or ``client.sent, first``.
+    """The time between two moments of a request: ``role.stage`` of a worker's record, or ``client.sent, first``.
 
-    kinds: of these requests only.
+    kinds: the kinds of requests that have it.
     """
 
     name: str
@@ -84,7 +84,7 @@ STAGES = (
     *_of_role(
         "prefill",
         (SENT,),
-        # The engine's handshake is done when decode has asked.
+        # The engine's handshake ends with decode's request for KV.
         ("handshake, until decode has asked", "scheduled", "handshake_done"),
         ("asked → in its queue", "handshake_done", "waiting"),
         *_COMPUTE,
@@ -113,9 +113,9 @@ STAGES = (
 def collect(
     deployment: Deployment, variant: Variant, workload: Workload, asked: Sequence[Asked], beside: int = 0
 ) -> list[dict]:
-    """The life of each request of a run that has a rid and is measured for itself; asks its workers.
+    """The records of a run's measured requests that have a rid; asks the workers.
 
-    beside: how many others were answered meanwhile.
+    beside: number of other requests answered meanwhile.
     """
     if not any(one.rid for one in asked):
         return []
@@ -128,7 +128,7 @@ def collect(
 
 
 def turns_of(workload: Workload) -> list[int | None]:
-    """Which turn of its chat each request is, from 1; None where there are no turns."""
+    """Each request's turn of its chat, from 1; None without turns."""
     turned = workload.chat and len(workload.rounds) > 1
     return [number if turned else None for number, one in enumerate(workload.rounds, 1) for _ in one]
 
@@ -136,13 +136,13 @@ def turns_of(workload: Workload) -> list[int | None]:
 def join(
     asked: Sequence[Asked], records: Iterable[Mapping[str, Any]], turns: Sequence[int | None]
 ) -> list[dict[str, Any]]:
-    """What client and workers know of each request: ``turn``, ``kind``, and ``times``, Unix time by ``who.what``.
+    """Merge client and worker records of each request: ``turn``, ``kind``, and ``times``, Unix time by ``who.what``.
 
-    records: the last one of a request first. kind: one of `KINDS`, or why there are no stages.
+    records: newest first for each request. kind: one of `KINDS`, or why there are no stages.
     """
     known: dict[str, dict[str, Mapping[str, Any]]] = {}
     for record in records:
-        # One that the gateway has sent again has several.
+        # A request that the gateway retried has several.
         known.setdefault(record["rid"], {}).setdefault(record["role"], record)
     return [
         {"rid": one.rid, "turn": turn, **_life(one, known.get(one.rid, {}))}
@@ -164,7 +164,7 @@ def _life(one: Asked, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
 
 def _kind(records: Mapping[str, Mapping[str, Any]]) -> str:
     if any(record["retractions"] for record in records.values()):
-        # Its stamps are of different lives.
+        # Its stamps belong to different attempts.
         return RETRACTED
     if "aggregated" in records:
         return AGGREGATED
@@ -178,7 +178,7 @@ def _kind(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def of(runs: Sequence[Run]) -> dict[str, Any]:
-    """What a workload's entry has of all its runs, as ``breakdown``; {} without any lives."""
+    """The report's ``breakdown`` of a workload over all runs; {} without records."""
     if not any(run.lives for run in runs):
         return {}
     lives = [(run.variant, life) for run in runs for life in run.lives]
@@ -208,7 +208,7 @@ def _turns(turn: int | None) -> str:
 
 
 def summary(kind: str, lives: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """How many requests, and of each stage that some of them have: how many do, p50, p99 and mean in ms."""
+    """Number of requests; and of each stage its number of requests, p50, p99 and mean in ms."""
     stages = {}
     for stage in STAGES:
         if kind in stage.kinds:
@@ -224,7 +224,7 @@ def summary(kind: str, lives: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _each(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Each request for itself: ms since its client has sent it, by ``who.what``, in the order of time."""
+    """Each request: ms since its client sent it, by ``who.what``, sorted by time."""
     found = []
     for run in runs:
         for life in run.lives:
@@ -239,9 +239,9 @@ def _each(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def tables(entry: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, heading and rows of each table of a workload's entry: first turns, and later ones; none without figures.
+    """Title, heading and rows of a workload's tables: first and later turns; empty without figures.
 
-    A cell has p50 and p99; with how many requests, where it is not all of the column's.
+    A cell has p50 and p99, and the number of requests if it differs from the column's.
     """
     found = []
     groups = entry.get("breakdown", {}).get("groups", ())
@@ -261,12 +261,12 @@ def _cell(column: Mapping[str, Any], name: str) -> str:
         return "–"
     more = f" ({stage['requests']})" if stage["requests"] != column["requests"] else ""
     tail = stage["p99_ms"]
-    # Of a report that was read from its JSON it is None.
+    # None in a report read from JSON.
     return f"{stage['p50_ms']:.1f} / {'–' if tail is None or math.isnan(tail) else f'{tail:.1f}'}{more}"
 
 
 def notes(entry: Mapping[str, Any]) -> list[str]:
-    """Sentences on requests that have no stages."""
+    """Notes on requests without stages."""
     return [
         f"Stages leave out {one['requests']} of {one['of']} requests of {one['side']}: {one['reason']}."
         for one in entry.get("breakdown", {}).get("left_out", ())

@@ -1,7 +1,4 @@
-"""Charts of a report: what they show, as plain data, and the pictures that matplotlib makes of it.
-
-It is not imported before it is needed.
-"""
+"""Charts of a report: plain data, and pictures made by matplotlib, which is imported on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One line. ``band``: (x, least, greatest) of what it is the median of."""
+    """One line. ``band``: (x, least, greatest) of the values whose median it is."""
 
     name: str
     color: str
@@ -28,7 +25,7 @@ class Line:
 
 
 def median_line(name: str, color: str, runs: Sequence[Sequence[Point]]) -> Line:
-    """The median of runs that looked at different times, and the band of all; a run counts until its last point."""
+    """The median of runs sampled at different times, and the band of all; a run counts until its last point."""
     import numpy
 
     runs = [run for run in runs if run]
@@ -55,8 +52,7 @@ class Bars:
 class Chart:
     """Lines, or one group of bars per entry of ``groups``.
 
-    note: below the title: of what, where, how often. top: the end of the y axis (default: what the data needs). mark: a
-    horizontal line and what it is called.
+    note: subtitle. top: end of the y axis (default: from the data). mark: a horizontal line and its label.
     """
 
     title: str
@@ -80,7 +76,7 @@ class Chart:
         import matplotlib
         from matplotlib.figure import Figure
 
-        # Text stays text, and the same data gives the same file.
+        # Keep text as text, and the file deterministic.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pd-radix", "font.size": 9}):
             figure = Figure(figsize=(5.6, 3.0), layout="constrained")
             axes = figure.add_subplot()
@@ -106,7 +102,7 @@ class Chart:
                 axes.axhline(self.mark[0], color="#6b7280", linestyle=":", linewidth=1.2, label=self.mark[1])
             if self.log_x:
                 axes.set_xscale("log")
-            # Wrapped so that it fits in any font: what reads the file may not have ours.
+            # Wrapped to fit any font: readers may lack ours.
             figure.suptitle(self.title, x=0.015, ha="left", fontsize=10, fontweight="bold")
             axes.set_title(
                 "\n".join(textwrap.wrap(self.note, 86, break_on_hyphens=False)),
@@ -121,7 +117,7 @@ class Chart:
             axes.legend(fontsize=8, framealpha=0.8, edgecolor="none")
             file = io.StringIO()
             figure.savefig(file, format="svg", metadata={"Date": None})
-        # Not what XML parsers and linters of documents stumble over: trailing blanks.
+        # Linters reject trailing blanks.
         return "\n".join(text.rstrip() for text in file.getvalue().splitlines()) + "\n"
 
     def _drawn(self, line: Line) -> list[Point]:
@@ -129,6 +125,6 @@ class Chart:
 
 
 def check_libraries() -> None:
-    """Raise PdRadixError where the library that draws is missing: before hours of measuring, not after."""
+    """Raise PdRadixError without matplotlib: before hours of measurements, not after."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PdRadixError("the report needs matplotlib: pip install 'sglang-pd-radix[bench]'")

@@ -1,4 +1,4 @@
-"""The command: its options, the order of the runs, and what it prints."""
+"""The command: options, order of the runs, and output."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from .turns import measure_all
 from .workload import KINDS, Agents, Sizes, Tokens, Trace, Workload, apply_settings
 
 RUNS, QUICK_RUNS = 5, 2
-# Where reports go, and the files by which one is known.
+# The default report directory, and the files that identify a report.
 OUT, REPORTS = "bench-report", ("report.json", "goodput.json")
-# A quick run shows every workload but the one whose conversations outgrow its pool.
+# A quick run leaves out the workload whose conversations outgrow its pool.
 QUICK_KEYS = ("a", "aw", "b", "c", "d", "e", "f", "g", "h", "i", "j")
 QUICK: dict[str, dict[str, Any]] = {
     "a": {"prefixes": 6, "requests": 80, "answer": 64, "concurrency": 38, "rounds": 2},
@@ -55,13 +55,13 @@ QUICK: dict[str, dict[str, Any]] = {
     "j": {"clients": 4, "turns": 3, "answer": 16},
     "k": {"clients": 4, "turns": 12},
 }
-# One deployment has to do for all of a quick run, since starting one takes most of a minute on two cores.
+# A quick run uses one deployment: a start takes most of a minute on two cores.
 QUICK_SHAPE = {"pool": 13824, "reserve": 192}
 PAGE_SIZE = 16
-# The made model. On a CPU what attention takes grows with the KV of all requests. With the shape that `pd-radix
-# make-model` has by default it is nearly all of a decode step (0.35 s for 30 requests on two cores with the engine's
-# loop over them): a batch of any size makes as many tokens per second, so room for more requests gains nothing. This
-# one keeps 256 bytes per token, not 16 KiB, and has one layer.
+# The default model. On a CPU attention takes time in proportion to the KV of all requests. With the default shape of
+# `pd-radix make-model` that is nearly all of a decode step (0.35 s for 30 requests on two cores with the engine's loop
+# over them): a batch of any size then yields the same tokens per second, and more requests at once gain nothing. This
+# model has one layer and 256 bytes of KV per token instead of 16 KiB.
 SHAPE = ModelShape(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=128)
 
 _EPILOG = """
@@ -187,7 +187,7 @@ def _add_slo_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
-    """The sizes of the workloads to run, by their key. Raises PdRadixError."""
+    """The chosen workloads' sizes by key. Raises PdRadixError."""
     keys = args.only.split(",") if args.only else list(QUICK_KEYS if args.quick else KINDS)
     sizes = {}
     for key in keys:
@@ -206,7 +206,7 @@ def chosen_sizes(args: argparse.Namespace) -> dict[str, Sizes]:
 
 
 def chosen_sides(args: argparse.Namespace) -> list[Side]:
-    """What to compare: off, on, and what ``--compare`` names. Raises PdRadixError."""
+    """The sides: off, on, and those of ``--compare``. Raises PdRadixError."""
     sides = [OFF, Side.parse("on", args.on)]
     for given in args.compare:
         name, colon, text = given.partition(":")
@@ -221,13 +221,13 @@ def chosen_sides(args: argparse.Namespace) -> list[Side]:
 
 
 def _plan(args: argparse.Namespace, sides: Sequence[Side]) -> goodput.Plan:
-    """What ``--slo`` and its options ask for. Raises PdRadixError."""
+    """The plan from ``--slo`` and its options. Raises PdRadixError."""
     rates = parse_rates(args.slo_rates, [side.name for side in sides]) if args.slo_rates else []
     return goodput.Plan(goodput.Slo.parse(args.slo), args.slo_seconds, rates)
 
 
 def _check_slo(args: argparse.Namespace, sides: Sequence[Side]) -> None:
-    """Raises PdRadixError for options that do not go together, or mean nothing."""
+    """Raises PdRadixError for invalid or contradicting options."""
     if args.slo_rates and not args.slo:
         raise PdRadixError("--slo-rates goes with --slo")
     if not 0 < args.slo_seconds <= goodput.DAY_S:
@@ -239,7 +239,7 @@ def _check_slo(args: argparse.Namespace, sides: Sequence[Side]) -> None:
 
 
 def shape_of(sizes: Sizes) -> Shape:
-    """The deployment that a workload needs."""
+    """A workload's deployment."""
     return Shape(sizes.pool, sizes.reserve, sizes.prefill)
 
 
@@ -248,7 +248,7 @@ def _has_report(out: Path) -> bool:
 
 
 def _unused_directory() -> Path:
-    """Where a report goes that was told no directory: one that has none."""
+    """A default report directory without a report."""
     names = itertools.chain([OUT], (f"{OUT}-{number}" for number in itertools.count(2)))
     return next(Path(name) for name in names if not _has_report(Path(name)))
 
@@ -371,7 +371,7 @@ def _serving(shape: Shape, sides: Sequence[Side]) -> str:
 
 
 def _of_aggregated(shape: Shape, sides: Sequence[Side]) -> list[str]:
-    """What a report says of the side of that name, if there is one."""
+    """The report's note on aggregated servers, if that side is there."""
     if AGGREGATED not in sides:
         return []
     return [
@@ -382,7 +382,7 @@ def _of_aggregated(shape: Shape, sides: Sequence[Side]) -> list[str]:
 
 
 def _check_fits(key: str, workload: Workload, shape: Shape) -> None:
-    """Raises PdRadixError for a workload with a request that no decode worker holds."""
+    """Raises PdRadixError for a request that does not fit on a decode worker."""
     if workload.longest > shape.pool:
         raise PdRadixError(
             f"workload {key} has a request of {workload.longest} tokens, and decode's pool holds "
@@ -420,13 +420,13 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
 
 
 def _shown(side: Side) -> dict[str, Any]:
-    """What a report says of ``side``."""
+    """The report's entry of ``side``."""
     env = hidden([f"{name}={value}" for name, value in side.env])
     return {"options": hidden(side.options), "env": dict(assignment.split("=", 1) for assignment in env)}
 
 
 def _name_of(model: str | None) -> str:
-    """What a report calls the model: of a path, only its last part."""
+    """The model's name in a report: of a path, only its last part."""
     if model is None:
         return "pd-radix make-model"
     return Path(model).name if Path(model).is_dir() else model

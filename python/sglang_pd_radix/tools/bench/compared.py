@@ -1,4 +1,4 @@
-"""The table of a workload's sides, one a line: what clients feel of each."""
+"""The table of a workload's sides, one per line, with what clients see."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from .stats import Spread
 
-# Columns: heading, digits, and what is written, the second in brackets: figures of a run by their keys, with their
-# units.
+# Columns: heading, digits, and the figures of a run with their units; the second is in brackets.
 _COLUMNS = (
     ("requests/s", 2, (("requests_per_s", 1.0),)),
     ("TTFT p50 (p99), ms", 0, (("ttft_p50_s", 1e-3), ("ttft_p99_s", 1e-3))),
@@ -27,7 +26,7 @@ _COLUMNS = (
 
 
 def tables(entry: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Heading and rows, medians over the runs; none of a report of before there were such figures."""
+    """Heading and rows, medians over the runs; empty for old reports without these figures."""
     known = entry["runs"][0]["figures"]
     if entry["chat"] and "later_ttft_p50_s" not in known:
         return

@@ -1,11 +1,11 @@
-"""The servers that a benchmark compares: one prefill worker, and behind it decode workers without and with the cache.
+"""The servers under comparison: one prefill worker, and decode workers without and with the cache.
 
-Both sides have the same prefill worker, so that only decode differs; its own cache is emptied before every run. Each
-side has its own router. The decode workers of the side that is not being measured are paused (SIGSTOP): an idle engine
-polls without a break, which would slow down the other side where cores are few.
+Sides share the prefill worker, so that only decode differs; its cache is emptied before every run. Each side has its
+own router. Decode workers of the other sides are paused (SIGSTOP): an idle engine polls without a break, which would
+slow down the measured side on few cores.
 
-A side called ``aggregated`` is as many ordinary servers as a pair has workers, with the same KV memory in all and a
-router of their own. They are paused while a pair is measured, and all workers of the pairs while they are.
+The side ``aggregated`` has as many ordinary servers as a pair has workers, with the same total KV memory and a router
+of their own. They are paused while a pair is measured, and vice versa.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ OPTIONAL_COUNTERS = {
     "computed_tokens": "sglang:decode_computed_tokens_total",
     "computed_requests": "sglang:decode_local_prefills_total",
 }
-# What an ordinary server counts of what decode workers do. One that never had a hit tells none.
+# An ordinary server's counters, by those of decode. A server without a hit exports none.
 ORDINARY_COUNTERS = {"prompt_tokens": "sglang:prompt_tokens_total", "reused_tokens": "sglang:cached_tokens_total"}
-# What a worker that shares a machine of this size can hold. If decode holds more, prefill does too, which would else
-# compute long prefixes again and again. And more requests than any workload here has.
+# Prefill's least pool: at least decode's, otherwise prefill would recompute long prefixes again and again. And more
+# requests than any workload here has.
 PREFILL_POOL = 49152
 RUNNING_REQUESTS = 256
-# Of the routers.
+# The routers' policy.
 POLICY = "cache_aware"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Pool of a decode worker, reserve per request, and the least pool of the prefill worker, all in tokens."""
+    """A decode worker's pool, the reserve per request, and prefill's least pool, all in tokens."""
 
     pool: int
     reserve: int
@@ -76,14 +76,14 @@ class Shape:
 
     @property
     def prefill_pool(self) -> int:
-        """Of the prefill worker, which can hold what decode does."""
+        """Of the prefill worker: at least decode's."""
         return max(self.prefill, self.pool)
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: decode workers without (``off``) or with the flag, engine options and environment of theirs; or
-    ordinary servers (``aggregated``)."""
+    """A side: decode workers without (``off``) or with the flag, their engine options and environment; or ordinary
+    servers (``aggregated``)."""
 
     name: str
     radix: bool = True
@@ -93,7 +93,7 @@ class Side:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Side:
-        """The side with the flag that ``text`` says, as a shell would: ``VARIABLE=value ... --option ...``."""
+        """A side with the flag from a shell-like ``text``: ``VARIABLE=value ... --option ...``."""
         try:
             words = shlex.split(text)
         except ValueError as error:
@@ -114,8 +114,8 @@ OFF, ON, AGGREGATED = Side("off", radix=False), Side("on"), Side("aggregated", a
 
 @dataclass(frozen=True)
 class Variant:
-    """One side: what is measured against the others. ``workers``: the number of its decode worker, or of its ordinary
-    servers if it is ``aggregated``."""
+    """One side of a deployment. ``workers``: index of its decode worker, or of its ordinary servers if
+    ``aggregated``."""
 
     name: str
     radix: bool
@@ -124,14 +124,14 @@ class Variant:
 
     @property
     def names(self) -> set[str]:
-        """Of its processes."""
+        """Names of its processes."""
         role = "engine" if self.aggregated else "decode"
         names = {f"{role}-{i}" for i in self.workers} | {f"router-{self.name}"}
         return names if self.aggregated else names | {"prefill-0"}
 
 
 def variants(sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
-    """All sides; decode workers are numbered in their order, of which aggregated is last."""
+    """All sides. Decode workers are numbered in their order; aggregated comes last."""
     return [
         Variant(side.name, side.radix, (0, 1) if side.aggregated else (i,), side.aggregated)
         for i, side in enumerate(sides)
@@ -140,7 +140,7 @@ def variants(sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
 
 @dataclass
 class Deployment:
-    """Start it with ``with``; `use` before each run."""
+    """Use with ``with``; call `use` before each run."""
 
     model: str
     shape: Shape
@@ -153,12 +153,12 @@ class Deployment:
     prefill_options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # of all servers
     gateway: Gateway = field(default_factory=lambda: named_gateway(None))
-    #: The interpreter of workers of another environment. They have no patch set, so none of its counters.
+    #: Interpreter of workers in another environment, which have no patch set and none of its counters.
     executable: str = ""
     on_wait: Callable[[], None] | None = None  # called while it starts or is asked, which ends with what it raises
     variants: list[Variant] = field(init=False)
     cluster: Cluster = field(init=False)
-    #: By worker, whether it told its pages when `problems` looked last, and not only its rows and buffers.
+    #: By worker: whether its pages were part of the last `problems`, not only slots and buffers.
     counts_pages: dict[str, bool] = field(init=False, default_factory=dict)
     _used: Variant | None = field(init=False, default=None)
 
@@ -186,7 +186,7 @@ class Deployment:
             env=self.env,
             prefill_env=self.prefill_env,
             decode_env=[dict(side.env) for side in sides],
-            # The router is to ask nobody who is paused.
+            # Routers must not query paused workers.
             routers={v.name: (v.workers, self._routes) for v in self.variants if not v.aggregated},
             ordinary=len(ordinary),
             ordinary_args=ordinary,
@@ -201,7 +201,7 @@ class Deployment:
 
     @property
     def _routes(self) -> list[str]:
-        """Further options of a router."""
+        """Further router options."""
         return ["--policy", POLICY, *self.gateway.asks_nobody]
 
     def __enter__(self) -> Deployment:
@@ -222,25 +222,25 @@ class Deployment:
         return self.cluster.prefill_urls
 
     def prefill_urls_of(self, variant: Variant) -> list[str]:
-        """Of its prefill worker; none if it is aggregated."""
+        """Its prefill workers; none if aggregated."""
         return [] if variant.aggregated else self.prefill_urls
 
     def decode_urls(self, variant: Variant) -> list[str]:
-        """Of the workers that answer: its decode workers, or its ordinary servers."""
+        """The workers that answer: decode workers or ordinary servers."""
         urls = self.cluster.engine_urls if variant.aggregated else self.cluster.decode_urls
         return [urls[i] for i in variant.workers]
 
     def url(self, variant: Variant) -> str:
-        """Where requests for this variant go."""
+        """The address for this variant's requests."""
         return self.cluster.router_urls[variant.name]
 
     def worker_urls(self, variant: Variant) -> list[str]:
         return [*self.prefill_urls_of(variant), *self.decode_urls(variant)]
 
     def use(self, variant: Variant) -> None:
-        """Pause every worker and router that is not this variant's, and empty all caches of its workers."""
+        """Pause every other variant's workers and routers, and empty this variant's caches."""
         if self._used not in (None, variant):
-            # What clients have given up goes on. Paused with its decode, it would stay in prefill while others measure.
+            # Abandoned requests go on. Paused on decode, they would stay on prefill during the next measurement.
             empty_caches(self.cluster, self.decode_urls(self._used), timeout_s=20)
         self._used = variant
         self.cluster.resume(variant.names)
@@ -248,21 +248,21 @@ class Deployment:
         empty_caches(self.cluster, self.worker_urls(variant), timeout_s=20)
 
     def info(self, variant: Variant) -> dict[str, Any]:
-        """What the first decode worker of this variant says of itself."""
+        """Server info of this variant's first decode worker."""
         return server_info(self.decode_urls(variant)[0])
 
     def used_peak(self, variant: Variant) -> float:
-        """The most tokens that requests held on decode since the caches were emptied, by its own record.
+        """Most tokens held by requests on decode since the caches were emptied, from its own record.
 
-        NaN where no one pool has all KV, and of ordinary servers, which have no such record.
+        NaN if no single pool has all KV, and for ordinary servers, which have no such record.
         """
         pools = [] if variant.aggregated else self._decode_pools(variant)
         return float(sum(pool.get("used_peak", math.nan) for pool in pools)) if pools else math.nan
 
     def step_times(self, variant: Variant) -> list[dict[str, Any]]:
-        """What decode ranks of this variant that hold an ITL have learned of their steps: ``itl`` in ``kv_pool``.
+        """Step-time estimates (``itl`` in ``kv_pool``) of this variant's decode ranks with an ITL target.
 
-        Of several DP ranks of a worker each says which it is.
+        With several DP ranks each entry names its rank.
         """
         pools = [pool for pool in self._decode_pools(variant) if "itl" in pool]
         return [{key: pool[key] for key in ("dp_rank",) if key in pool} | pool["itl"] for pool in pools]
@@ -271,9 +271,9 @@ class Deployment:
         return [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
 
     def counters(self, variant: Variant) -> dict[str, float]:
-        """The counters of prefill and of this variant's decode workers, summed, and the CPU time they have used.
+        """Summed counters of prefill and this variant's decode workers, and their CPU time.
 
-        Of ordinary servers what they count; what they cannot have is NaN.
+        For ordinary servers their own counters; others are NaN.
         """
         prefill, decode = self.prefill_urls_of(variant), self.decode_urls(variant)
         cpu_s = {"cpu_s": self._cpu_s([*prefill, *decode])}
@@ -293,12 +293,12 @@ class Deployment:
         return sum(sum(psutil.Process(pid).cpu_times()[:2]) for group in groups for pid in process_group.members(group))
 
     def problems(self, variant: Variant) -> list[str]:
-        """What the pools of this variant's workers hold that they should not, once they are idle."""
+        """Leaks in the pools of this variant's idle workers."""
         wrong = []
         names = {process.url: process.name for process in self.cluster.processes}
         for url in self.worker_urls(variant):
             keeps_tree = variant.radix and names[url].startswith("decode")
-            # An ordinary server has no buffers for metadata.
+            # An ordinary server has no metadata buffers.
             pools = [(_NO_BUFFERS if variant.aggregated else {}) | pool for pool in idle_pools(url)]
             self.counts_pages[names[url]] = bool(pools) and all(key in pool for pool in pools for key in KV_FIGURES)
             wrong += problems_of(names[url], pools, keeps_tree)
@@ -306,11 +306,11 @@ class Deployment:
 
 
 def pool_of_ordinary(shape: Shape) -> int:
-    """Tokens of KV that each ordinary server has: in all as many as the workers of a pair."""
+    """KV tokens of each ordinary server: in total as many as a pair has."""
     return (shape.prefill_pool + shape.pool) // 2
 
 
-# What only a pair has.
+# Counters of a pair only.
 _NO_PAIR = dict.fromkeys(
     (*PREFILL_COUNTERS, *DECODE_COUNTERS, *OPTIONAL_COUNTERS, "prefill_cpu_s", "decode_cpu_s"), math.nan
 )
@@ -318,7 +318,7 @@ _NO_BUFFERS: dict[str, Any] = {"metadata_buffers": 0, "free_metadata_buffers": 0
 
 
 def _ordinary_counters(urls: Sequence[str]) -> dict[str, float]:
-    """`ORDINARY_COUNTERS` of ordinary servers, summed. Raises PdRadixError for one that does not count."""
+    """`ORDINARY_COUNTERS` of ordinary servers, summed. Raises PdRadixError if one is missing."""
     sums = dict.fromkeys(ORDINARY_COUNTERS, 0.0)
     for url in urls:
         status, content = http(url + "/metrics", timeout=30)
@@ -330,7 +330,7 @@ def _ordinary_counters(urls: Sequence[str]) -> dict[str, float]:
 
 
 def engine_options(given: Sequence[str], page_size: int, made_model: bool) -> list[str]:
-    """The options of all workers: what the benchmark needs, unless the user's say otherwise."""
+    """The options of all workers: the benchmark's defaults, overridden by the user's."""
     defaults: dict[str, str | None] = {
         "--enable-metrics": None,
         "--page-size": str(page_size),

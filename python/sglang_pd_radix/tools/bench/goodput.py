@@ -1,9 +1,8 @@
-"""Goodput: the requests per second that a side takes with enough of them within a promised TTFT and ITL.
+"""Goodput: the highest request rate of a side at which enough requests keep a TTFT and an ITL limit.
 
-Requests come by a clock and wait for nobody, so what a side cannot take shows as waiting: by chance, evenly spread over
-time (Poisson), or at a trace's own times, drawn out or together to the rate. Of each side the greatest rate is looked
-for at which 90%, and 99%, of requests keep both promises: doubled until they do not, then by bisection. The sides take
-turns from rate to rate.
+Requests arrive by a clock and wait for no answer, so overload shows as waiting: as a Poisson process, or at a trace's
+times scaled to the rate. For each side the highest rate is searched at which 90%, and 99%, of requests keep both
+limits: doubling until they do not, then bisection. The sides alternate from rate to rate.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from .workload import Request, Tokens, Workload
 if TYPE_CHECKING:
     from .turns import Show
 
-#: Requests of one measurement at least: fewer say nothing of 99%, and little of 90%.
+#: Least requests of one measurement: fewer say nothing about 99%, and little about 90%.
 LEAST_REQUESTS = 20
-#: Times the promised TTFT that requests of a measurement come, at least: at a rate that is by `PRECISION` too high, who
-#: comes after t seconds waits (PRECISION - 1) t, and that costs a tenth of them the TTFT after 7.4 times as long only.
+#: Least duration of a measurement, times the TTFT limit. At a rate too high by `PRECISION`, a request that arrives
+#: after t seconds waits (PRECISION - 1) t: a tenth of them miss the TTFT only after 7.4 times as long.
 LASTING = 8.0
-#: By which size a workload gets more requests, where that is not ``requests``.
+#: The size that gives a workload more requests, if not ``requests``.
 SIZE_OF_REQUESTS = {"b": "prefixes", "d": "herds"}
 ITL_OPTION, TTFT_OPTION = "--disaggregation-decode-itl-target", "--disaggregation-decode-ttft-target"
-#: What the options are set to, as a part of what is promised: clients see 4 to 8% more than decode's steps, and more
-#: until the first token than decode's queue and what comes after it.
+#: The targets set on decode, as a part of the limits: clients see 4 to 8% more than decode's steps, and a longer TTFT
+#: than decode's queue.
 TARGET_PART = 0.9
 RATES_GIVEN = "the rates were given: of a side that keeps its greatest, a greater one was not tried"
 NOT_COMPARED = "answers are not compared: in this type rounding parts them (in float32 they are)"
-#: The longest time that may be given, seconds.
+#: Longest time accepted, seconds.
 DAY_S = 86400.0
 COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
 MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
@@ -64,14 +63,14 @@ MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
 
 @dataclass(frozen=True)
 class Slo:
-    """What is promised of a request: seconds until its first token, and mean seconds between two of the others."""
+    """The limits of a request: seconds to the first token, and mean seconds between later ones."""
 
     ttft_s: float
     itl_s: float
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Of ``ttft=MS,itl=MS``. Raises PdRadixError."""
+        """Parses ``ttft=MS,itl=MS``. Raises PdRadixError."""
         given: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.partition("=")
@@ -90,7 +89,7 @@ class Slo:
 
     @property
     def side(self) -> Side:
-        """The side that goes by both promises itself."""
+        """The side with both limits as targets."""
         itl_ms, ttft_ms = (f"{1000 * TARGET_PART * promised:g}" for promised in (self.itl_s, self.ttft_s))
         return Side("target", True, (ITL_OPTION, itl_ms, TTFT_OPTION, ttft_ms))
 
@@ -100,10 +99,10 @@ class Slo:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured of a workload.
+    """The measurements of a workload.
 
-    seconds: of one measurement, which is longer where `lasting_s` is. rates: of sides, per second, to be measured in
-    this order in place of a search.
+    seconds: of one measurement; `lasting_s` if longer. rates: (side, requests per second) to measure in this order
+    instead of a search.
     """
 
     slo: Slo
@@ -112,10 +111,10 @@ class Plan:
 
 
 def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -> Workload:
-    """Requests of ``workload`` that come at ``rate`` per second for about ``seconds``, and wait for no answer.
+    """Requests of ``workload`` that arrive at ``rate`` per second for about ``seconds``, and wait for no answer.
 
-    At the times that they have, drawn out or together; where they have none, by chance, which is the same for all
-    sides and, but for the pace, at all rates. Raises PdRadixError for a chat, whose prompts follow from its answers.
+    At their own times, scaled; or at random ones, equal for all sides and, scaled, for all rates. Raises PdRadixError
+    for a chat, whose prompts depend on its answers.
     """
     if workload.chat:
         raise PdRadixError(f"--slo: {workload.key} is a chat, in which a question waits for the answer before it")
@@ -130,7 +129,7 @@ def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -
             at += chance.expovariate(1.0)
     else:
         times = [float(at or 0.0) for at in due]
-    # At the mean rate, exactly: or it would be another by chance for few requests.
+    # Scaled to exactly the mean rate: few random arrivals would have another.
     pace = (len(times) - 1) / (times[-1] - times[0]) / rate if len(times) > 1 and times[-1] > times[0] else 0.0
     timed = [
         dataclasses.replace(request, arrival_s=pace * (at - times[0]))
@@ -141,17 +140,17 @@ def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -
 
 
 def lasting_s(slo: Slo) -> float:
-    """How long requests have to come, seconds, before a queue that only grows has cost them the promised TTFT."""
+    """Seconds of arrivals after which a growing queue has cost requests the TTFT limit."""
     return LASTING * slo.ttft_s
 
 
 def most_rate(workload: Workload, slo: Slo) -> float:
-    """The greatest rate, per second, at which ``workload`` has requests for as long as `lasting_s`."""
+    """The highest rate, per second, for which ``workload`` has requests for `lasting_s`."""
     return min(MOST_RATE, (workload.requests - 1) / lasting_s(slo))
 
 
 def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> list[str]:
-    """What is to be said where the search ended for want of requests."""
+    """A note if a search ended for lack of requests."""
     most = most_rate(workload, slo)
     ended = [name for name, search in searches.items() if any(search.best(share)[0] >= most for share in SHARES)]
     if most == MOST_RATE or (most >= LEAST_RATE and not ended):
@@ -164,7 +163,7 @@ def too_few(workload: Workload, slo: Slo, searches: Mapping[str, Search]) -> lis
 
 
 def not_known(searches: Mapping[str, Search]) -> list[str]:
-    """What is to be said where too few requests came at a rate to tell whether a share of them is kept."""
+    """A note if too few requests came at a rate to judge a share."""
     found = []
     for share, least in LEAST_REQUESTS_OF.items():
         names = [name for name, search in searches.items() if search.unknown(share) > search.best(share)[0]]
@@ -177,7 +176,7 @@ def not_known(searches: Mapping[str, Search]) -> list[str]:
 
 
 def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
-    """What is to be said where the least rate that was too high for a side was that for the load generator."""
+    """A note if a side's lowest rate that was too high was so for the load generator."""
     found = []
     for name, search in searches.items():
         rates = search.rates()
@@ -194,11 +193,10 @@ def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
 
 @dataclass
 class Measurements:
-    """All measurements of one workload. A side of which a request fails is measured no further.
+    """All measurements of one workload. A side ends with its first failed request.
 
-    seconds: of one measurement. runs: those of which the rate was one to find, of each side numbered from 1. learned:
-    what its decode workers say of their steps.
-    failed: sides of which a request has failed, and at which rate; in the warm-up at none.
+    seconds: of one measurement. runs: those of searched rates, numbered per side from 1. learned: step-time estimates
+    of its decode workers. failed: sides with a failed request, and its rate; None in the warm-up.
     """
 
     deployment: Deployment
@@ -218,13 +216,13 @@ class Measurements:
         self.sides = {variant.name: variant for variant in self.deployment.variants}
 
     def warm_up(self) -> None:
-        """Ask each side once: what is set up only then is not measured, and the target learns what a step takes."""
+        """Send each side requests once: sets up memory and kernels, and trains the ITL target."""
         requests = open_loop(self.workload, 4.0, 5.0, self.tokens)
         for name in self.sides:
             self._asked(name, "warming up", requests, 0, None)
 
     def trial(self, name: str, rate: float) -> Trial | None:
-        """Of side ``name`` at ``rate`` per second; None where a request fails, or has before."""
+        """Measure side ``name`` at ``rate`` per second; None if a request fails or has failed before."""
         at = f"{rate:.3g} requests/s"
         self.show.step(f"({self.workload.key}) {name}, {at}", 0, "")
         number = 1 + sum(run.variant == name for run in self.runs)
@@ -244,7 +242,7 @@ class Measurements:
             run = run_once(self.deployment, self.load, requests, side, number, self.page_size)
             self.learned[name] = self.deployment.step_times(side)
         except PdRadixError as error:
-            # Of anything else the side is not to blame, which had not even been asked then.
+            # Other errors are not the side's fault.
             self.failed[name] = rate if isinstance(error, RequestFailed) else None
             self.problems.add(f"{name}, {at}: {error}; it was measured no further")
             self.show.done(f"{name}, {at}: {error}")
@@ -254,23 +252,23 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Compared:
-    """What comparing the answers of all measurements has found; ``looks`` as of `parted.look`."""
+    """Compared answers of all measurements; ``looks`` as in `parted.look`."""
 
     looks: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
-        """What was not looked at, and is no problem."""
+        """Notes on answers not looked at."""
         count = 0 if self.problems else len(parted.left_out(self.looks))
         return [f"{count} more answers part and were not asked for again"] * bool(count)
 
 
 @dataclass
 class Findings:
-    """What is known of a workload so far: searches by side, and what comparing the answers has found.
+    """Results of a workload so far: searches by side, and compared answers.
 
-    exact: as of `measure`.
+    exact: as in `measure`.
     """
 
     measured: Measurements
@@ -285,7 +283,7 @@ class Findings:
         self.searches = {name: Search(most=most) for name in self.measured.sides}
 
     def find(self) -> None:
-        """Measure all that `plan` asks for, and compare the answers."""
+        """Run the measurements of `plan`, and compare the answers."""
         measured = self.measured
         if self.plan.rates:
             measure_given(self.searches, self.plan.rates, measured.trial)
@@ -297,7 +295,7 @@ class Findings:
             self.compared = compare(measured.deployment, measured.load, measured.workload, measured.runs, show)
 
     def entry(self) -> dict[str, Any]:
-        """The workload's part of the report."""
+        """The workload's entry of the report."""
         measured, slo, searches = self.measured, self.plan.slo, self.searches
         for name, rate in measured.failed.items():
             if rate is not None:
@@ -332,11 +330,11 @@ def measure(
     exact: bool,
     keep: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> dict[str, Any]:
-    """What the report has of one workload.
+    """Measure one workload; returns its entry of the report.
 
-    exact: as of `turns.measure_all`; answers are compared only there. That a request fails is a problem of the report,
-    which has what was found. keep: gets what was found where anything but Ctrl-C ends the search (a lost terminal,
-    SIGTERM, a full disk), which is raised again.
+    exact: as in `turns.measure_all`; answers are compared only then. A failed request is a problem in the report. keep:
+    called with the results so far if something other than Ctrl-C ends the search (a lost terminal, SIGTERM, a full
+    disk), which is raised again.
     """
     seconds = max(plan.seconds, lasting_s(plan.slo))
     show.begin(f"({workload.key}) {workload.title}: {plan.slo}", 0)
@@ -348,7 +346,7 @@ def measure(
     except KeyboardInterrupt:
         findings.interrupted = True
     except BaseException:
-        # SIGHUP comes twice where a shell passes it on.
+        # A shell that passes SIGHUP on sends it twice.
         with process_group.ends_held_back():
             findings.interrupted = True
             keep(findings.entry())
@@ -360,7 +358,7 @@ def measure(
 def compare(
     deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Show
 ) -> Compared:
-    """Hold the answers of all ``runs`` against each other: request i of ``workload`` is the same at every rate."""
+    """Compare the answers of all ``runs``: request i of ``workload`` is the same at every rate."""
     partings = parted.find(runs)
     if not partings:
         return Compared()
@@ -380,7 +378,7 @@ def entry_of(
     problems: Sequence[str],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A workload's part of the report. problems: what makes the command fail; notes: what else a reader has to know."""
+    """A workload's entry of the report. problems: fail the command. notes: other remarks."""
     return {
         "key": workload.key,
         "title": workload.title,
@@ -399,7 +397,7 @@ def entry_of(
 
 
 def told(trial: Trial) -> str:
-    """A measurement in a line."""
+    """A measurement as one line."""
     return (
         f"{trial.kept:.0%} of {trial.requests} requests within both, {trial.requests_per_s:.2f} requests/s, "
         f"TTFT p90 {1e3 * trial.ttft_p90_s:.0f} ms, ITL mean {1e3 * trial.itl_mean_s:.1f} ms, "
@@ -412,7 +410,7 @@ def told(trial: Trial) -> str:
 
 
 def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows: of each side its goodput, and what clients saw at that rate."""
+    """Heading and rows: each side's goodput, and what clients saw at that rate."""
     heading = ["side"]
     for share in SHARES:
         heading += [f"requests/s at {share:.0%}", "TTFT p90, ms", "ITL mean, ms"]
@@ -436,7 +434,7 @@ def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _rate_told(measured: Search, share: float) -> str:
-    """The greatest rate at which ``share`` is kept, or what else is known of it."""
+    """The highest rate at which ``share`` is kept, or the known bounds."""
     right, wrong = measured.best(share)
     if not right:
         if wrong < math.inf:
@@ -444,12 +442,12 @@ def _rate_told(measured: Search, share: float) -> str:
         return f"fewer than {LEAST_REQUESTS_OF[share]} requests" if measured.unknown(share) else "not measured"
     if wrong == math.inf:
         return f"at least {right:.2f}"
-    # What lies between two rates that are further apart than a search leaves them was not measured.
+    # Rates further apart than a search's precision were not measured in between.
     return f"{right:.2f}" + (f" to below {wrong:.3g}" if wrong / right > PRECISION else "")
 
 
 def charts(entry: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Chart]:
-    """By the name of the file: goodput over the rate, and what ITL is paid for requests per second."""
+    """By file name: goodput over the rate, and the ITL paid for requests per second."""
     trials = {name: [Trial(**t) for t in found] for name, found in entry["trials"].items()}
     more = iter(MORE_COLORS * len(trials))
     colors = {name: COLORS.get(name) or next(more) for name in trials}
@@ -482,7 +480,7 @@ def charts(entry: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Ch
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The report."""
+    """The report as Markdown."""
     setting = document["setting"]
     facts = ", ".join(f"{key} {setting[key]}" for key in ("machine", "model", "dtype", "date") if key in setting)
     lines = ["# Goodput", "", f"    {setting.get('command', '')}", "", facts, ""]
@@ -505,7 +503,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def write(document: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the report as JSON (null for what is not known), Markdown and pictures. Returns their paths."""
+    """Write the report as JSON (null for unknown figures), Markdown and pictures. Returns their paths."""
     files = {
         "goodput.json": as_json(document),
         "goodput.md": markdown(document),

@@ -1,12 +1,12 @@
-"""What any cache would have to send and to hold for a workload: figures of the workload, not of a system.
+"""Lower bounds of what any cache has to send and hold: figures of the workload, not of a system.
 
-**Sent.** Decode keeps everything it has ever had, in whole pages, and knows it at once. Of a prompt of P tokens of
-which it holds the first H full pages, ceil(P / page) - H pages have to be sent: a page that the prompt fills in part
-cannot be shared, so it is sent each time. After an answer of A tokens it holds the KV of P + A - 1 tokens, as the last
-token of an answer is not fed back, or of P + A where the worker overlaps its steps.
+**Sent.** Decode is assumed to keep everything it ever had, in whole pages, and to know it at once. Of a prompt of P
+tokens with the first H full pages held, ceil(P / page) - H pages have to be sent: a partial page cannot be shared.
+After an answer of A tokens decode holds KV of P + A - 1 tokens, as the last token is not fed back, or of P + A with
+overlapped steps.
 
-**Held.** While some requests are being answered, decode has to hold every token of their prompts and of their answers
-so far, but each page that several prompts have in common only once.
+**Held.** While requests are being answered, decode has to hold all tokens of their prompts and of their answers so far,
+with each shared page counted once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Iterable, Sequence
 
 
 def kept_of_answer(answer: int, overlapped: bool) -> int:
-    """Of how many tokens of an answer decode has the KV when it has ended.
+    """Tokens of an ended answer whose KV decode has.
 
-    The last token is never fed back, unless the worker overlaps its steps: then the next one has been launched before
-    the answer is seen to have ended. An answer of one token, which prefill makes, takes no step.
+    The last token is not fed back, unless steps overlap: then the next step is launched before the end is known. An
+    answer of one token comes from prefill, without a step.
     """
     return answer if overlapped and answer > 1 else answer - 1
 
 
 class PageIndex:
-    """Numbers for pages, by their content and all that is before it: prompts share a page if they share its number."""
+    """Numbers pages by their content and all before it: prompts share a page if they share its number."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -41,9 +41,9 @@ class PageIndex:
 
 
 class Keeper:
-    """A decode worker that forgets nothing. `send` says how many pages it lacks of a prompt.
+    """A decode worker that keeps everything.
 
-    overlapped: whether it overlaps its steps.
+    overlapped: whether its steps overlap.
     """
 
     def __init__(self, index: PageIndex, overlapped: bool = True) -> None:
@@ -51,7 +51,7 @@ class Keeper:
         self._held: set[int] = set()
 
     def send(self, prompt: Sequence[int]) -> int:
-        """Pages of ``prompt`` (token ids) that have to be sent now; it holds the full ones from here on."""
+        """Pages of ``prompt`` (token ids) to send now; its full pages are held from here on."""
         lacking = 0
         for page in self._index.pages(prompt):
             lacking += page not in self._held
@@ -59,20 +59,20 @@ class Keeper:
         return lacking + (len(prompt) % self._index.page_size > 0)
 
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """It has made ``answer`` (token ids) to ``prompt``, and keeps its KV."""
+        """It keeps the KV of ``answer`` (token ids) to ``prompt``."""
         self._held.update(self._index.pages([*prompt, *answer[: kept_of_answer(len(answer), self._overlapped)]]))
 
 
 def pages_of(prompts: Iterable[Sequence[int]], page_size: int) -> int:
-    """Pages of all ``prompts`` (token ids): what crosses when decode keeps nothing."""
+    """Pages of all ``prompts`` (token ids): what is sent if decode keeps nothing."""
     return sum(-(-len(prompt) // page_size) for prompt in prompts)
 
 
 def tokens_to_hold(requests: Iterable[tuple[Sequence[int], int, int]], page_size: int) -> int:
-    """Tokens that decode has to hold for requests that are being answered at one moment.
+    """Tokens that decode has to hold for requests in progress.
 
-    requests: (numbers of the full pages of the prompt, its tokens, tokens of the answer so far) of each. Shared pages
-    count once; the rest of a prompt behind its last full page and the answer are each request's own.
+    requests: for each, numbers of the prompt's full pages, its tokens, and tokens of the answer so far. Shared pages
+    count once; the prompt's partial last page and the answer are private.
     """
     shared: set[int] = set()
     own = 0

@@ -1,15 +1,15 @@
 """The load generator: the engine's `sglang.bench_serving`, kept in one process for all runs of a benchmark.
 
-What is ours: the prompts come as token ids over a pipe, not from one of its data sets; each request's own start,
-latency and inter-token times are handed back as it measured them; and a trace is sent by its `get_request` with
-``use_trace_timestamps``, which its command line has for its own trace format only.
+Added here: prompts arrive as token ids over a pipe; each request's measured start, latency and inter-token times are
+returned; and a trace is sent by its `get_request` with ``use_trace_timestamps``, which its command line offers for its
+own trace format only.
 
 One JSON object per line.
-In: ``{"number", "key", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``; ``key`` is that
-of the servers, or null. With ``"rids": true`` each request has a rid of its own.
+In: ``{"number", "key", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``; ``key`` is the
+servers' API key, or null. With ``"rids": true`` each request has a rid of its own.
 Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...]}`` or ``{"error": "..."}``. For
-``{"number", "texts": [...]}``, ``{"ids": [...]}``: the token ids of each. Every line out has the ``number`` of its
-job: one that the parent has given up is finished all the same. What bench_serving prints goes to stderr.
+``{"number", "texts": [...]}``, ``{"ids": [...]}``: the token ids of each. Every line out has its job's ``number``:
+a job that the parent has abandoned is finished all the same. What bench_serving prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 
 def main(model: str) -> int:
-    """Serve jobs from the standard input until it closes."""
+    """Serve jobs from stdin until it closes."""
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def main(model: str) -> int:
     places: dict[int, int] = {}
 
     class Given:
-        """The requests of the job, as one of bench_serving's data sets."""
+        """The job's requests, as one of bench_serving's data sets."""
 
         @classmethod
         def from_args(cls, args: argparse.Namespace) -> Given:
@@ -67,7 +67,7 @@ def main(model: str) -> int:
         nonlocal done
         place = places[id(request_func_input.prompt)]
         if job.get("rids"):
-            # All requests have the same dict.
+            # All requests share one dict.
             request_func_input.extra_request_body = request_func_input.extra_request_body | _named(job, place)
         output = outputs[place] = await ask(request_func_input, pbar)
         done += 1
@@ -83,7 +83,7 @@ def main(model: str) -> int:
             tell({"ids": [tokenizer.encode(text, add_special_tokens=False) for text in job["texts"]]})
             continue
         if job.get("key"):
-            os.environ["OPENAI_API_KEY"] = job["key"]  # bench_serving takes it from nowhere else
+            os.environ["OPENAI_API_KEY"] = job["key"]  # bench_serving's only source of the key
         requests = job["requests"]
         outputs[:] = [None] * len(requests)
         places.clear()
@@ -97,31 +97,31 @@ def main(model: str) -> int:
 
 
 def _named(job: dict[str, Any], place: int) -> dict[str, str]:
-    """What the request at ``place`` is called, if requests of the job have rids."""
+    """The rid of the request at ``place``, if the job has rids."""
     return {"rid": f"pd-radix-bench-{job['number']}-{place}"} if job.get("rids") else {}
 
 
 def _all_told(job: dict[str, Any], outputs: list[Any], encode: Callable[..., list[int]] | None) -> list[dict[str, Any]]:
-    """All answers; of a job with rids, each with its own and the difference from its clock to Unix time."""
+    """All answers; with rids, also each one's rid and clock offset to Unix time."""
     unix = {"unix_s": time.time() - time.perf_counter()} if job.get("rids") else {}
     return [{**_told(output, encode), **_named(job, place), **unix} for place, output in enumerate(outputs)]
 
 
 def _run(engine: Any, arguments: argparse.Namespace, outputs: list[Any]) -> str | None:
-    """Send all requests. Returns why there is no answer, where ``outputs`` do not say it."""
+    """Send all requests. Returns an error that ``outputs`` do not contain."""
     try:
         engine.run_benchmark(arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
-        # It makes no figures where all answers failed; these say why, and it does not.
+    except Exception as error:  # noqa: BLE001 - the parent reports any error
+        # It fails if all answers failed; then ``outputs`` have the reason.
         if not outputs or any(output is None or output.success for output in outputs):
             return f"{type(error).__name__}: {error}"
     return None
 
 
 class _Events:
-    """The `json` of bench_serving, which takes each line of an event stream for JSON; a comment, too, is none.
+    """The `json` of bench_serving, which parses each line of an event stream as JSON; here comments count as none.
 
-    smg sends one where there has been no event for 15 s: a request that waits for longer is late, and has not failed.
+    smg sends one after 15 s without an event, so a request that waits longer would otherwise fail.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +133,7 @@ class _Events:
 
 
 def _told(output: Any, encode: Callable[..., list[int]] | None) -> dict[str, Any]:
-    """One answer as bench_serving measured it, with its token ids where they can be had by ``encode``."""
+    """One answer as bench_serving measured it, with its token ids if ``encode`` is given."""
     text = output.generated_text
     return {
         "text": text,

@@ -1,4 +1,4 @@
-"""One run: a workload on one variant, what the clients saw, and what the workers counted and held meanwhile."""
+"""One run: a workload on one variant, with the clients' times and the workers' counters and pools."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ EARLY = 10
 
 
 class LoadGenerator:
-    """The process of `load.py`. It takes some seconds to import the engine, which can pass beside other work."""
+    """The process of `load.py`. It imports the engine for some seconds, in parallel with other work."""
 
     def __init__(self, model: str, log: Path, rids: bool = False) -> None:
-        """rids: whether each request has one of its own."""
+        """rids: give each request a rid of its own."""
         self._log_path = log
         self._rids = {"rids": True} if rids else {}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class LoadGenerator:
                     check()
                 continue
             if not line:
-                # Also for whoever asks next.
+                # Later callers get it too.
                 self._lines.put(line)
                 tail = "\n".join(f"  | {text}" for text in log_tail(self._log_path, 15))
                 raise PdRadixError(f"the load generator ended. The end of its log, {self._log_path}:\n{tail}")
@@ -82,23 +82,23 @@ class LoadGenerator:
 
     @property
     def words(self) -> range:
-        """Ids to make prompts of: not the first, for which special meanings are likely, nor the last. When ready."""
+        """Token ids for prompts, without the first and last, which may be special. Call when ready."""
         return range(self.vocabulary // 4, self.vocabulary * 3 // 4)
 
     def run(self, job: dict[str, Any], progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
-        """Ask what ``job`` says (see `load.py`). Raises PdRadixError if it cannot."""
+        """Run ``job`` (see `load.py`). Raises PdRadixError if it fails."""
         self.wait_ready()
         assert self._process.stdin
         self._jobs += 1
         told = {"number": self._jobs, "key": servers_key(), **self._rids, **job}
-        # Of one that has ended, what was its last says it.
+        # If the process has ended, its last output has the reason.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
             self._process.stdin.flush()
         while True:
             message = self._next(check)
             if message["number"] != self._jobs:
-                continue  # of a job that was given up, which `load.py` finishes all the same
+                continue  # of an abandoned job, which `load.py` finishes
             if "done" in message:
                 progress(message["done"])
             elif "error" in message:
@@ -127,10 +127,10 @@ class LoadGenerator:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the workers say at one moment: requests and tokens of the decode workers, bytes that prefill has sent.
+    """Workers' figures at one moment: requests and tokens on decode, bytes sent by prefill.
 
-    ``used_tokens`` are those that requests hold, ``kept_tokens`` those that only the cache holds: NaN where no one pool
-    has all KV. ``sent_bytes`` are NaN where there is no prefill worker.
+    ``used_tokens``: held by requests. ``kept_tokens``: held by the cache only. NaN if no single pool has all KV.
+    ``sent_bytes``: NaN without a prefill worker.
     """
 
     at_s: float
@@ -141,7 +141,7 @@ class Sample:
     sent_bytes: float
 
 
-# Between two looks at the workers.
+# Seconds between two samples.
 SAMPLE_S = 0.5
 
 
@@ -170,8 +170,8 @@ class Watch(threading.Thread):
         sent = 0.0 if self._prefill else math.nan
         before = time.perf_counter()
         for url in self._decode:
-            # Not /v1/loads, which has all of it: with --enable-metrics it fails under the FastAPI that goes with this
-            # engine (its metrics look for the path of a route that has none).
+            # Not /v1/loads: with --enable-metrics it fails under the FastAPI that this engine installs (its metrics
+            # read the path of a route that has none).
             loads, info = http(url + "/get_load", timeout=20), http(url + "/server_info", timeout=20)
             if loads[0] != 200 or info[0] != 200:
                 return None
@@ -201,7 +201,7 @@ class Watch(threading.Thread):
 
 @dataclass
 class Run:
-    """One run. ``figures`` are those of the tables; ``texts`` the answers in order, ``prompts`` (token ids) theirs."""
+    """One run. ``figures``: for the tables. ``texts``: the answers in order. ``prompts``: theirs, token ids."""
 
     variant: str
     number: int
@@ -213,21 +213,21 @@ class Run:
     texts: list[str] = field(repr=False)
     prompts: list[Sequence[int]] = field(repr=False)
     problems: list[str] = field(default_factory=list)
-    # Of each request, as `ttft_s`: mean seconds between its tokens.
+    # Per request, as `ttft_s`: mean seconds between its tokens.
     tpot_s: list[float] = field(default_factory=list)
-    # Of each request that has a time at which it was due: seconds by which it was sent after it.
+    # Per request with a due time: seconds by which it was sent late.
     late_s: list[float] = field(default_factory=list)
-    # Of each request that has a rid and is measured for itself, what its workers remember.
+    # Records of measured requests with a rid.
     lives: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     @property
     def digest(self) -> str:
-        """Of all answers, in order."""
+        """Digest of all answers, in order."""
         return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:16]
 
 
 class _Course:
-    """The rounds of one run, asked one after the other, and what is known of each."""
+    """The rounds of one run and their results."""
 
     def __init__(
         self,
@@ -251,18 +251,18 @@ class _Course:
 
     @property
     def asked(self) -> list[Asked]:
-        """All requests that were answered, in the order of the workload."""
+        """All answered requests, in the order of the workload."""
         return list(itertools.chain(*self.answered))
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Ask what comes before a round, and is not measured."""
+        """Send the unmeasured requests before a round."""
         concurrency, check = self._workload.concurrency, self._steady.check
         _ask(self._load, self._url, requests, [r.ids for r in requests], concurrency, False, check)
         self.warm_pages += sum(self._keeper.send(request.ids) for request in requests)
         self._before = self._deployment.counters(self._variant)
 
     def ask(self, requests: Sequence[Request], is_last: bool, progress: Progress) -> None:
-        """Ask a round."""
+        """Send a round."""
         workload, histories, check = self._workload, self._histories, self._steady.check
         prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
         already = sum(map(len, self.answered))
@@ -272,7 +272,7 @@ class _Course:
 
         outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check, told)
         if is_last:
-            self._steady.stop()  # what they have sent is sent in full when the workers are asked
+            self._steady.stop()  # so that what they sent is complete when the workers are sampled
         beside = self._steady.fresh()
         least = sum(self._keeper.send(prompt) for prompt in (*prompts, *beside))
         if workload.chat:
@@ -285,7 +285,7 @@ class _Course:
         after = self._deployment.counters(self._variant)
         record = _round_of(answers, least, self.index.page_size, self._before, after, beside)
         if workload.steady:
-            # Prompts that nobody asks again would hide how much of the chat's own is reused.
+            # The steady clients' prompts, never repeated, would hide the chat's own reuse.
             record["prompt_tokens"] = record["asked_tokens"]
         self.rounds.append(record)
         self._before = after
@@ -300,7 +300,7 @@ def run_once(
     page_size: int,
     progress: Progress = lambda done, of: None,
 ) -> Run:
-    """Empty the caches, ask round by round, take the figures. Raises PdRadixError; RequestFailed of a request."""
+    """Empty the caches, run all rounds, compute figures. Raises PdRadixError; RequestFailed if a request fails."""
     deployment.use(variant)
     steady = SteadyClients(workload.steady, deployment.url(variant), deployment.check)
     course = _Course(deployment, load, workload, variant, page_size, steady)
@@ -337,8 +337,8 @@ def run_once(
 
 
 def figures_of_turns(turns: Sequence[Sequence[Asked]], rounds: Sequence[dict[str, float]] = ()) -> dict[str, float]:
-    """Of a chat: how long the first tokens of first turns took, and those of all later ones; of a long chat also of
-    turns 2 to 10, and the others. And the part of later turns of which prefill computed nothing."""
+    """A chat's figures: TTFT of first and later turns; for long chats also of turns 2 to 10 and later ones; and the
+    part of later turns for which prefill computed nothing."""
     parts = {"first": turns[:1], "later": turns[1:]}
     if len(turns) > EARLY:
         parts |= {"early": turns[1:EARLY], "late": turns[EARLY:]}
@@ -352,14 +352,14 @@ def figures_of_turns(turns: Sequence[Sequence[Asked]], rounds: Sequence[dict[str
 
 
 def sent_late(asked: Iterable[Asked]) -> list[float]:
-    """Seconds by which each that was due at a time of its own was sent after it, as if the first had been on time."""
+    """Seconds by which each request with a due time was late, relative to the first."""
     timed = [(a.due_s, a.start_s) for a in asked if a.due_s is not None]
     first_due, first_start = min(timed, default=(0.0, 0.0))
     return [(start - first_start) - (due - first_due) for due, start in timed]
 
 
 def first_tokens(asked: Iterable[Asked]) -> list[float]:
-    """Seconds to the first token of those that are measured for themselves."""
+    """TTFT of measured requests, seconds."""
     return [a.ttft_s for a in asked if not a.beside]
 
 
@@ -371,7 +371,7 @@ def _round_of(
     after: dict[str, float],
     beside: Sequence[Sequence[int]] = (),
 ) -> dict[str, float]:
-    """What the clients saw of one round, and what the workers counted meanwhile. beside: prompts of steady clients."""
+    """Clients' and workers' figures of one round. beside: prompts of steady clients."""
     began, ended = min(a.start_s for a in answers), max(a.start_s + a.latency_s for a in answers)
     prompts = [a.prompt for a in answers]
     return {
@@ -386,7 +386,7 @@ def _round_of(
 
 
 def _series_of(samples: Sequence[Sample], began_s: float, sent_before: float) -> list[dict[str, float]]:
-    """The samples from the first request on; bytes since the run began."""
+    """Samples from the first request on; bytes since the run began."""
     return [
         {
             "s": round(s.at_s - began_s, 2),
@@ -419,7 +419,7 @@ def _ask(
     ]
     for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
         if output["error"]:
-            check()  # a worker that died says more than the request it took along
+            check()  # a dead worker is a better reason than its failed request
             raise RequestFailed(f"request {i} of {len(requests)} failed: {output['error']}")
         if output["tokens"] != request.answer:
             raise RequestFailed(
@@ -436,10 +436,10 @@ def figures_of(
     used_peak: float,
     steady: Sequence[Asked] = (),
 ) -> dict[str, float]:
-    """The figures of one run. Times in seconds; of a workload of several rounds, only the time within rounds counts.
+    """The figures of one run. Times in seconds; with several rounds only the time within rounds counts.
 
-    used_peak: the most tokens that requests held on decode, as it recorded them itself. steady: what steady clients
-    asked, which holds memory and takes the workers' time.
+    used_peak: most tokens held by requests on decode, from its own record. steady: requests of steady clients, which
+    take memory and the workers' time.
     """
     everything = [*asked, *steady]
     duration = sum(r["duration_s"] for r in rounds)
@@ -470,7 +470,7 @@ def figures_of(
         **({"computed_tokens": total("computed_tokens")} if "computed_tokens" in rounds[0] else {}),
         "blocked": total("blocked"),
         **{name: total(name) / len(everything) for name in ("prefill_cpu_s", "decode_cpu_s", "cpu_s")},
-        # By the clients' clock: how many answers were under way between their first and last token, on average.
+        # Mean number of answers between first and last token, by the clients' clock.
         "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
         "running_max": max((s.running for s in samples), default=0),
         "used_tokens_max": max((s.used_tokens for s in samples), default=0),
@@ -481,19 +481,19 @@ def figures_of(
 
 
 def peak_to_hold(asked: Sequence[Asked], index: PageIndex) -> int:
-    """The most tokens that the requests that were sent and not yet answered in full had to have at one moment.
+    """Most tokens that unfinished requests needed at one moment.
 
-    From when they were sent on, since a worker that takes a request gives it its pages before it has a token. What has
-    to be held grows but for where an answer ends, so it is greatest just before one of these moments.
+    Counted from the sending: a worker allocates a request's pages before its first token. The need falls only when an
+    answer ends, so the maximum is just before one of these moments.
     """
     fewest_at = fewest_tokens(asked, index, [a.start_s for a in asked])
     return max(fewest_at(math.nextafter(a.start_s + a.latency_s, 0.0)) for a in asked)
 
 
 def fewest_tokens(asked: Sequence[Asked], index: PageIndex, since_s: Sequence[float]) -> Callable[[float], int]:
-    """The fewest tokens (`tokens_to_hold`) that do at a moment by the clients' clock (seconds), as a function of it.
+    """The least tokens (`tokens_to_hold`) needed at a moment by the clients' clock (seconds), as a function of it.
 
-    since_s: from when on each request counts; it does until its last token has come.
+    since_s: when each request starts to count; it ends with its last token.
     """
     pages = [index.pages(a.prompt) for a in asked]
     times = [a.token_times() for a in asked]

@@ -1,8 +1,8 @@
-"""Answers that are not the same in all runs: where they part, and how far apart the two tokens are there.
+"""Answers that differ between runs: where they part, and how far apart the two tokens are there.
 
-Two answers to one prompt part where the sums of two batches round differently and two tokens are as likely. Whether it
-was that can be asked afterwards: the same prompt once more, alone, up to the place, for the log-probabilities of both
-tokens. KV that was wrong moves the log-probabilities by far more, and picks a token that is behind when asked alone.
+Correct answers part if batches round differently and two tokens tie. To check, the same prompt is sent again alone, up
+to that place, for both tokens' log-probabilities. Wrong KV moves log-probabilities by far more, and picks a token that
+is behind when sent alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .deploy import Deployment, Variant
 from .measure import LoadGenerator, Run
 from .workload import Workload
 
-# Of so many partings of a workload the tokens are asked for, and so many are told one by one; in bfloat16 hundreds of
-# answers part. Where they are judged, in float32, of more: with many requests that many part at ties.
+# Partings of a workload that are checked and reported one by one; in bfloat16 hundreds of answers part. In float32,
+# where they are judged, more: with many requests as many part at ties.
 MOST_LOOKED_AT = 20
 MOST_JUDGED = 200
 UNREADABLE = "which tokens it has cannot be read off its text"
@@ -30,8 +30,8 @@ LIKELIEST = 5
 
 @dataclass(frozen=True)
 class Parting:
-    """Two answers to request ``number`` (from 1, in the order of the workload): that of the ``first`` run that asked
-    it, and that of all runs ``seen`` (variant, number)."""
+    """Two answers to request ``number`` (from 1): the ``first`` run's, and that of all runs ``seen`` (variant,
+    number)."""
 
     number: int
     prompt: Sequence[int]
@@ -41,10 +41,10 @@ class Parting:
 
 
 def find(runs: Sequence[Run]) -> list[Parting]:
-    """The answers that are not those of the first run that asked the same, of each request and text once.
+    """Answers that differ from the first run's to the same request, once per request and text.
 
-    Request i is the same in all runs, of which some may have fewer. In a chat what follows on such an answer has
-    another prompt, and is left out.
+    Request i is the same in all runs; some runs may have fewer. Later turns of a chat have another prompt then, and are
+    left out.
     """
     references: dict[int, Run] = {}
     found: dict[tuple[int, str], list[tuple[str, int]]] = {}
@@ -69,8 +69,7 @@ def look(
     tell: Callable[[str], None],
     most: int = MOST_LOOKED_AT,
 ) -> list[dict[str, Any]]:
-    """Ask for both tokens of the first ``most`` partings, on the side of each and on the first. Returns what the
-    report has of each.
+    """Check the first ``most`` partings, on their own and on the first run's side. Returns the report's entry of each.
 
     Raises PdRadixError if a request fails.
     """
@@ -86,9 +85,9 @@ def look(
             place = len(os.path.commonprefix([one, other]))
             del note["why"]
             note |= {"token": place + 1, "tokens": [one[place], other[place]], "asked_again": {}}
-        else:  # with a tokenizer that has several ways to write it
+        else:  # a tokenizer with several encodings of one text
             note["why"] = UNREADABLE
-    for name, variant in by_name.items():  # one side after the other: each has to be woken
+    for name, variant in by_name.items():  # side by side: each has to be resumed
         of_it = [n for n, (p, note) in enumerate(chosen) if "tokens" in note and name in (p.first[0], p.seen[0][0])]
         if of_it:
             deployment.use(variant)
@@ -113,12 +112,12 @@ def _noted(parting: Parting, most: int) -> dict[str, Any]:
 def _ask(
     deployment: Deployment, variant: Variant, prompt: Sequence[int], ids: Sequence[int], note: dict[str, Any]
 ) -> dict[str, Any]:
-    """Log-probabilities of both tokens where the answers part, alone on ``variant``; null if not of the likeliest."""
+    """Log-probabilities of both tokens at the parting, alone on ``variant``; null if not among the likeliest."""
     count, url = note["token"], deployment.url(variant)
     made = max(2, count)
     body = {
         "input_ids": list(prompt),
-        # Two at least: prefill makes the first, and one token is no request for decode.
+        # At least two: prefill makes the first, and decode needs one more.
         "sampling_params": {"temperature": 0, "max_new_tokens": made, "ignore_eos": True},
         "return_logprob": True,
         "top_logprobs_num": LIKELIEST,
@@ -138,7 +137,7 @@ def _ask(
 
 
 def apart(note: dict[str, Any]) -> float | None:
-    """How far apart the two tokens are, nats: the greatest of the sides'. None where that is not known."""
+    """Distance of the two tokens, nats, on the side where it is greatest; None if unknown."""
     answers = list(note.get("asked_again", {}).values())
     pairs = [answer.get("logprobs", [None]) for answer in answers]
     if not pairs or any(logprob is None for pair in pairs for logprob in pair):
@@ -147,18 +146,18 @@ def apart(note: dict[str, Any]) -> float | None:
 
 
 def explained(note: dict[str, Any]) -> bool:
-    """Whether rounding in float32 explains it: asked alone, the two tokens are as likely on every side."""
+    """Whether float32 rounding explains it: alone, the two tokens tie on every side."""
     distance = apart(note)
     return distance is not None and distance <= LEAST_LIMIT
 
 
 def sentences(looks: Sequence[dict[str, Any]]) -> list[str]:
-    """One for each of the first, and one for all others together: in bfloat16 there are thousands."""
+    """One sentence per checked parting, and one for all others: in bfloat16 there are thousands."""
     rest = looks[MOST_LOOKED_AT:]
     if len(rest) < 2:
         return [told(note) for note in looks]
     requests = len({note["request"] for note in rest})
-    # A request that the first run did not come to is held against another's answer.
+    # A request missing in the first run is compared with another run's.
     first = {"{} run {}".format(*note["first"]) for note in rest}
     than = f"those of {first.pop()}" if len(first) == 1 else "those first given"
     asked = sum("token" in note for note in rest)
@@ -168,7 +167,7 @@ def sentences(looks: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def told(note: dict[str, Any]) -> str:
-    """One sentence for a reader."""
+    """One sentence."""
     variant, number = note["first"]
     runs = ", ".join(f"{name} run {n}" for name, n in note["seen"])
     text = f"request {note['request']} ({note['prompt_tokens']} tokens): the answer of {runs}"
@@ -190,19 +189,19 @@ def _of_side(answer: dict[str, Any]) -> str:
 
 
 def unreadable(note: dict[str, Any]) -> bool:
-    """Whether it was not asked for again because a tokenizer writes its text in several ways."""
+    """Whether it was not checked because its text has several encodings."""
     return note.get("why") == UNREADABLE
 
 
 def left_out(looks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those beyond the number that are asked for again."""
+    """Partings beyond the number that is checked."""
     return [note for note in looks if "token" not in note and not unreadable(note)]
 
 
 def problems(looks: Sequence[dict[str, Any]]) -> list[str]:
-    """What makes the command fail in float32: answers that rounding does not explain, as `sentences`.
+    """Failures in float32: answers that rounding does not explain, as `sentences`.
 
-    Those that were not looked at are none where it explains all others: with enough requests so many part at ties.
+    Unchecked ones do not count if rounding explains all checked ones: with enough requests as many part at ties.
     """
     wrong = [note for note in looks if not explained(note)]
     if len(wrong) == len(left_out(looks)):

@@ -1,4 +1,4 @@
-"""Rates of requests at which a side is measured, and what was measured at each: given, or searched for by bisection."""
+"""Measured rates of a side: given, or searched for by bisection."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from .goodput import Slo
     from .measure import Run
 
-#: Parts of requests that are to keep both promises.
+#: Shares of requests that have to keep both limits.
 SHARES = (0.9, 0.99)
-#: Requests of a measurement from which on it says anything of a part: of fewer, 99% would be all of them.
+#: Least requests of a measurement for a share: of fewer, 99% would be all.
 LEAST_REQUESTS_OF = {0.99: 100}
-#: A rate is known when one that is by this part higher is too high. And the first that is tried, the least, the most.
+#: Precision of a search, as a ratio. And the first, least and greatest rate tried.
 PRECISION = 1.15
 FIRST_RATE, LEAST_RATE, MOST_RATE = 8.0, 1 / 16, 1024.0
-#: Measurements of a rate before it counts as too high, of which the best counts: other guests of a machine spoil some.
+#: Measurements before a rate counts as too high; the best counts, since other guests of a machine disturb some.
 TRIES = 2
-#: A measurement is not of its rate where a tenth of the requests were sent later than by this part of the promised
-#: TTFT: the load generator was too slow, or had no processor. If it is late but once, a crowd comes, which is harder.
+#: A measurement is invalid if a tenth of its requests were sent later than by this part of the TTFT limit: the load
+#: generator was too slow. A single delay makes a burst, which is harder for the side.
 LATE = 0.1
 
 
 def parse_rates(text: str, names: Collection[str]) -> list[tuple[str, float]]:
-    """Of ``SIDE=RATE,...`` (requests per second), in that order. names: of the sides. Raises PdRadixError."""
+    """Parses ``SIDE=RATE,...`` (requests per second), in that order. names: of sides. Raises PdRadixError."""
     found = []
     for part in text.split(","):
         name, _, value = part.strip().rpartition("=")
@@ -51,8 +51,8 @@ def parse_rates(text: str, names: Collection[str]) -> list[tuple[str, float]]:
 class Trial:
     """One measurement of a side.
 
-    rate: at which requests were to come, per second. kept: the part that kept both promises. late_p90_s: by which they
-    were sent late, seconds. on_time: whether that is little enough to be of that rate.
+    rate: intended, per second. kept: share that kept both limits. late_p90_s: send delay, seconds. on_time: whether
+    that is small enough for the rate to hold.
     """
 
     rate: float
@@ -68,12 +68,12 @@ class Trial:
 
     @property
     def kept_at_rate(self) -> float:
-        """`kept`, of which nothing is known where requests came at another rate."""
+        """`kept`; unknown if requests were sent at another rate."""
         return self.kept if self.on_time else 0.0
 
     @property
     def good_per_s(self) -> float:
-        """Requests within both promises, per second of the measurement."""
+        """Requests within both limits, per second of the measurement."""
         return self.kept * self.requests_per_s
 
     @classmethod
@@ -95,9 +95,9 @@ class Trial:
 
 
 class Search:
-    """The greatest rates of one side at which each of ``shares`` is kept, from what has been measured so far.
+    """Search for the highest rates of one side that keep each of ``shares``.
 
-    most: the greatest rate that is tried, per second. failed_at: the one at which a request failed, which ended it.
+    most: highest rate to try, per second. failed_at: rate of a failed request, which ends the search.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Search:
         self.trials.append(trial)
 
     def best(self, share: float) -> tuple[float, float]:
-        """The greatest rate known to be kept below the least that is known not to be, and that; 0 and infinity."""
+        """The highest kept rate below the lowest one that is not kept, and the latter; 0 and infinity if unknown."""
         rates = self.rates()
-        # What is not even the least share is no greater one, of however few requests.
+        # Below the least share it is also below greater ones, however few its requests.
         least = {rate: share if _enough(trial, share) else min(self.shares) for rate, trial in rates.items()}
         wrong = min((rate for rate, trial in rates.items() if trial.kept_at_rate < least[rate]), default=math.inf)
         wrong = min(wrong, self.failed_at)
@@ -125,7 +125,7 @@ class Search:
         return right, wrong
 
     def unknown(self, share: float) -> float:
-        """The greatest rate below the least that is not kept of which too few requests came to say more; or 0."""
+        """The highest rate below the lowest unkept one that had too few requests to judge; or 0."""
         _, wrong = self.best(share)
         few = (rate for rate, trial in self.rates().items() if rate < wrong and not _enough(trial, share))
         return max(few, default=0.0)
@@ -139,11 +139,11 @@ class Search:
         return found
 
     def next_rate(self) -> float | None:
-        """What to measure next; None when all is known."""
+        """The rate to measure next; None if the search is complete."""
         for share in self.shares:
             right, wrong = self.best(share)
             if wrong in (rates := self.rates()) and not _enough(rates[wrong], share):
-                continue  # Of lower rates fewer requests come. That it is not kept was tried for the least share.
+                continue  # Lower rates have fewer requests. The least share has covered this.
             right = max(right, self.unknown(share))
             if sum(trial.rate == wrong for trial in self.trials) in range(1, self.tries):
                 return wrong
@@ -162,18 +162,18 @@ class Search:
         return None
 
     def goodput(self, share: float) -> Trial | None:
-        """The measurement at the greatest rate; None where no rate is low enough."""
+        """The measurement at the highest kept rate; None if there is none."""
         right, _ = self.best(share)
         return self.rates().get(right)
 
 
 def _enough(trial: Trial, share: float) -> bool:
-    """Whether ``trial`` has the requests that it takes to say whether ``share`` is kept."""
+    """Whether ``trial`` has enough requests to judge ``share``."""
     return trial.requests >= LEAST_REQUESTS_OF.get(share, 0)
 
 
 def search_all(searches: Mapping[str, Search], measure: Callable[[str, float], Trial | None]) -> None:
-    """Find the rates of each side; the sides take turns. One that could not be measured is left at what is known."""
+    """Search the rates of all sides in turns. A side that cannot be measured keeps its results so far."""
     left = list(searches)
     while left:
         for name in list(left):
@@ -190,7 +190,7 @@ def measure_given(
     rates: Sequence[tuple[str, float]],
     measure: Callable[[str, float], Trial | None],
 ) -> None:
-    """Measure ``rates``, in their order; a side of which a request fails has no more."""
+    """Measure ``rates`` in order; a side ends with its first failed request."""
     for name, rate in rates:
         trial = measure(name, rate)
         if trial is not None:

@@ -1,6 +1,6 @@
-"""The record of a report: what is left of it when what takes room is left out.
+"""The short record of a report: each run's figures, its side and its turn.
 
-Of each run its figures, the side, and when it had its turn. Those that README cites lie in ``benchmark/runs``.
+Records cited in README are in ``benchmark/runs``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_pd_radix.errors import PdRadixError
 from . import parted, report
 
 Record = dict[str, Any]
-#: Of a run's figures beside those of the report's tables.
+#: Figures of a run beyond those of the report's tables.
 MORE_FIGURES = ("prompt_tokens", "reused_tokens", "least_bytes", "duration_s")
 DIGITS = 6
 
@@ -32,7 +32,7 @@ def compact(document: report.Document) -> Record:
             | {"figures": {k: _short(run["figures"][k]) for k in keys if k in run["figures"]}}
             for run in entry["runs"]
         ]
-        # One more than were looked at says that there are others.
+        # One more than was checked: there are others.
         looks = entry["differences"]
         looks = looks[: len(looks) - len(parted.left_out(looks)[1:])]
         workloads.append({**kept, "differences": looks, "runs": runs})
@@ -41,9 +41,9 @@ def compact(document: report.Document) -> Record:
 
 
 def _without_out(command: str) -> str:
-    """The command without where it wrote its report."""
+    """The command without its report directory."""
     words = iter(shlex.split(command))
-    # Without an assignment the next word is its value.
+    # Without "=" the next word is its value.
     kept = [w for w in words if w.partition("=")[0] != "--work-dir" or ("=" not in w and not next(words, ""))]
     return shlex.join(kept)
 
@@ -59,12 +59,12 @@ def write(document: report.Document, out: Path) -> Path:
 
 
 def _short(value: float) -> float | None:
-    """To `DIGITS` significant digits; what is no number is null."""
+    """To `DIGITS` significant digits; null for NaN."""
     return None if math.isnan(value) else float(f"{value:.{DIGITS}g}")
 
 
 def as_text(record: Record) -> str:
-    """JSON with a line for each run."""
+    """JSON with one line per run."""
     lines: list[str] = []
 
     def kept(run: Record) -> str:

@@ -1,4 +1,4 @@
-"""The report: one document for machines (JSON) and what is made of it for people (Markdown, pictures)."""
+"""The report: a JSON document, and Markdown and pictures made from it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
 
 Document = dict[str, Any]
 COLORS = {"off": "#d97706", "on": "#2563eb", "least": "#6b7280"}
-# Of further sides, in turn.
+# Colors of further sides, in turn.
 MORE_COLORS = ("#059669", "#9333ea", "#db2777")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the tables: its key among a run's figures, what it is called, and how it is written.
+    """A row of the tables: its key among a run's figures, title and format.
 
-    ``good``: whether "more" or "less" of it is better, "" where neither is.
+    ``good``: whether "more" or "less" is better; "" if neither.
     """
 
     key: str
@@ -52,20 +52,20 @@ FIGURES = (
     Figure("peak_over_least", "decode tokens held at most / lower bound", digits=3),
     Figure("answering_mean", "requests being answered, mean", digits=1, good=""),
     Figure("running_max", "requests running on decode, most seen", digits=0, good=""),
-    # What other guests of a shared machine disturb least.
+    # Least disturbed by other guests of a shared machine.
     Figure("prefill_cpu_s", "CPU time of prefill per request, ms", 1e-3, 2),
     Figure("decode_cpu_s", "CPU time of decode per request, ms", 1e-3, 2),
 )
-# Where a side has no prefill worker.
+# For sides without a prefill worker.
 CPU_FIGURE = Figure("cpu_s", "CPU time of all workers per request, ms", 1e-3, 2)
-# Of chats: first tokens of first turns, which nobody has anything of, and of all later ones.
+# Chats: TTFT of first turns, which cannot reuse anything, and of later ones.
 CHAT_FIGURES = (
     Figure("first_ttft_p50_s", "TTFT of first turns p50, ms", 1e-3, 0),
     Figure("first_ttft_p99_s", "TTFT of first turns p99, ms", 1e-3, 0),
     Figure("later_ttft_p50_s", "TTFT of later turns p50, ms", 1e-3, 0),
     Figure("later_ttft_p99_s", "TTFT of later turns p99, ms", 1e-3, 0),
 )
-# Of chats of many turns, and where decode may compute prompts.
+# Chats of many turns, and those where decode may compute prompts.
 TURNS_FIGURES = (
     Figure("early_ttft_p50_s", "TTFT of turns 2 to 10 p50, ms", 1e-3, 0),
     Figure("early_ttft_p99_s", "TTFT of turns 2 to 10 p99, ms", 1e-3, 0),
@@ -73,16 +73,16 @@ TURNS_FIGURES = (
     Figure("late_ttft_p99_s", "TTFT of turns from 11 on p99, ms", 1e-3, 0),
     Figure("without_prefill", "later turns without prefill, %", 1e-2, 0, good="more"),
 )
-# Of workloads beside which clients send long prompts all the time.
+# Workloads beside clients that send long prompts all the time.
 STEADY_FIGURES = (
     Figure("steady_per_s", "long prompts beside, answered/s", good="more"),
     Figure("steady_requests", "long prompts beside, answered", digits=0, good=""),
     Figure("steady_p50_s", "long prompts beside, time p50, ms", 1e-3, 0),
 )
 MORE_FIGURES = (*CHAT_FIGURES, *TURNS_FIGURES, *STEADY_FIGURES, CPU_FIGURE)
-# What the table over all workloads shows.
+# Figures of the table over all workloads.
 HEADLINE = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "sent_bytes")
-# What it shows of each side for itself.
+# Its figures of each single side.
 OVER_LEAST = {"sent_over_least": "KV sent / lower bound", "peak_over_least": "held at most / lower bound"}
 
 
@@ -97,10 +97,10 @@ def figures_of(entry: Document) -> tuple[Figure, ...]:
 
 
 def finish(entry: Document) -> None:
-    """Add to a workload's ``runs`` what takes all of them: bytes of a page, least bytes, ratios, identity.
+    """Add to a workload's ``runs`` what needs all of them: page bytes, least bytes, ratios, identity.
 
-    With the cache off every page of every prompt is sent, so its runs say how many bytes a page has, for any model,
-    data type and TP degree.
+    With the cache off every page of every prompt is sent. So its runs give the bytes per page for any model, data type
+    and TP degree.
     """
     runs = entry["runs"]
     off = [run for run in runs if not run["radix"]]
@@ -126,14 +126,14 @@ def finish(entry: Document) -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two variants: figures of ``above`` are divided by those of ``below``."""
+    """Two variants: figures of ``above`` over those of ``below``."""
 
     below: str
     above: str
 
     @property
     def label(self) -> str:
-        """Its key in a workload's ``ratios``: of what is compared with off, its own name."""
+        """Its key in a workload's ``ratios``: the own name of a side compared with off."""
         return self.above if self.below == "off" else self.title
 
     @property
@@ -142,7 +142,7 @@ class Pair:
 
 
 def pairs(entry: Document) -> list[Pair]:
-    """What to compare: each side with off, and on with each further side."""
+    """The comparisons: each side with off, and on with each further side."""
     off, on, *more = entry["variants"]
     found = [Pair(off, on)]
     for other in more:
@@ -151,19 +151,19 @@ def pairs(entry: Document) -> list[Pair]:
 
 
 def ratio(entry: Document, below: str, above: str, key: str) -> Spread:
-    """``above`` over ``below`` of one figure, pair by pair of neighbouring runs."""
+    """``above`` over ``below`` of one figure, for each pair of neighbouring runs."""
     values = {name: [run["figures"][key] for run in entry["runs"] if run["variant"] == name] for name in (below, above)}
     return paired_ratio(values[above], values[below])
 
 
 def with_worst(figure: Figure, spread: Spread) -> Document:
-    """A spread of ratios, and that of the least favourable pair of runs; NaN where no direction is better."""
+    """A spread of ratios with its least favourable pair; NaN if neither direction is better."""
     worst = {"more": spread.low, "less": spread.high}.get(figure.good, math.nan)
     return {**vars(spread), "worst": worst}
 
 
 def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
-    """How many answers of each run differ from those of the first."""
+    """Number of answers of each run that differ from the first run's."""
     return [sum(a != b for a, b in zip(texts[0], run, strict=True)) for run in texts]
 
 
@@ -171,7 +171,7 @@ def compare_answers(texts: Sequence[Sequence[str]]) -> list[int]:
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """The report for machines. A figure that is not known is NaN, and null in JSON, which has no NaN."""
+    """The report as JSON; NaN (unknown) becomes null."""
     return json.dumps(_known(document), indent=1, allow_nan=False) + "\n"
 
 
@@ -212,7 +212,7 @@ def worst_cell(spread: Document) -> str:
 
 
 def table(entry: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of one workload's table: each side once, and behind it what it is compared with."""
+    """Heading and rows of a workload's table: each side, followed by its comparisons."""
     figures = figures_of(entry)
     heading, rows = [""], [[figure.name] for figure in figures]
     shown: set[str] = set()
@@ -231,7 +231,7 @@ def table(entry: Document) -> tuple[list[str], list[list[str]]]:
 
 
 def headline(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of the table over all workloads: each side over off, and in brackets its worst run."""
+    """Heading and rows of the table over all workloads: each side over off, worst run in brackets."""
     shown = [figure for figure in FIGURES if figure.key in HEADLINE]
     heading = ["workload", *(f"{figure.name.partition(',')[0]}, on / off" for figure in shown)]
     heading += [*(f"{name}, on" for name in OVER_LEAST.values()), "answers identical"]
@@ -252,7 +252,7 @@ def headline(document: Document) -> tuple[list[str], list[list[str]]]:
 
 
 def _with_worst(spread: Document) -> str:
-    """The median of a figure of which less is better, and the greatest where it is another."""
+    """The median of a figure of which less is better, and the worst if different."""
     if not spread["runs"]:
         return "–"
     median, high = f"{spread['median']:.3f}", f"{spread['high']:.3f}"
@@ -266,7 +266,7 @@ def identity(entry: Document) -> str:
 
 
 def answers(entry: Document) -> list[str]:
-    """What is to be said of a workload's answers: how many are the same, and where others part."""
+    """Sentences on a workload's answers: how many are the same, and where others part."""
     return [
         f"Answers identical in all runs: {identity(entry)}.",
         *(f"{text[0].upper()}{text[1:]}." for text in parted.sentences(entry.get("differences", ()))),
@@ -274,7 +274,7 @@ def answers(entry: Document) -> list[str]:
 
 
 def turns_table(entry: Document) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of a chat's table by turn: medians over the runs. All sides have a column of first tokens."""
+    """Heading and rows of a chat's table by turn: medians over runs; TTFT for all sides."""
     heading = ["turn", "prompt tokens", "reused on decode", "MiB sent, off", "on", "lower bound"]
     heading += [f"TTFT p50, ms, {name}" for name in entry["variants"]]
     rows = []
@@ -300,11 +300,11 @@ def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def describe(document: Document) -> str:
-    """One line on where and with what the figures were made."""
+    """One line on machine, model and versions."""
     s = document["setting"]
     versions = {"SGLang": "sglang", "sglang-pd-radix": "sglang_pd_radix", "torch": "torch"}
     parts = [s["date"], s["machine"], *(f"{name} {s[key]}" for name, key in versions.items())]
-    # Records made before smg say only the version of sglang-router.
+    # Old records have the version of sglang-router only.
     parts.append(s["router"] if " " in s["router"] else f"sglang-router {s['router']}")
     parts += [f"{s['backend']} {s['backend_version']}".strip(), f"Python {s['python']}"]
     return ", ".join([*parts, f"{s['model']} in {s['dtype']} on {s['device']}", f"pages of {s['page_size']} tokens"])
@@ -354,12 +354,12 @@ def markdown(document: Document) -> str:
 
 
 def _picture(entry: Document, name: str) -> str:
-    """Where the chart of that name of a workload is, in the report's directory."""
+    """Path of a workload's chart, relative to the report."""
     return f"charts/{entry['key']}-{name}.svg"
 
 
 def _color(name: str, names: Sequence[str]) -> str:
-    """Of a variant among ``names``."""
+    """The color of a variant among ``names``."""
     more = [one for one in names if one not in COLORS]
     return COLORS.get(name) or MORE_COLORS[more.index(name) % len(MORE_COLORS)]
 
@@ -369,7 +369,7 @@ def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def caption(setting: Mapping[str, Any], entry: Mapping[str, Any], often: str) -> str:
-    """What stands below the title of each chart: workload, model, machine and how often it was measured."""
+    """The subtitle of each chart: workload, model, machine, number of runs."""
     model = " ".join(str(setting[key]) for key in ("model", "dtype") if key in setting)
     return "; ".join(filter(None, (f"({entry['key']}) {entry['title']}", model, setting.get("machine", ""), often)))
 

@@ -10,27 +10,27 @@ import numpy as np
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The ``percent`` percentile, linear between the two nearest ranks; NaN of nothing."""
+    """The ``percent`` percentile, linearly interpolated; NaN if empty."""
     return float(np.percentile(values, percent)) if len(values) else math.nan
 
 
-#: Of fewer values a p99 is the greatest, or close to it.
+#: Fewer values have no meaningful p99.
 LEAST_FOR_P99 = 100
 
 
 def p99(values: Sequence[float]) -> float:
-    """The 99th percentile; NaN of fewer than `LEAST_FOR_P99`."""
+    """The 99th percentile; NaN for fewer than `LEAST_FOR_P99` values."""
     return percentile(values, 99) if len(values) >= LEAST_FOR_P99 else math.nan
 
 
 def quantiles(values: Sequence[float], count: int = 100) -> list[float]:
-    """``count`` + 1 evenly spaced percentiles, from the least to the greatest value: a distribution in few numbers."""
+    """``count`` + 1 evenly spaced percentiles from least to greatest: a distribution in few numbers."""
     return np.quantile(values, np.linspace(0, 1, count + 1)).tolist() if len(values) else []
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of a figure over runs."""
+    """Median, least and greatest value over runs."""
 
     median: float
     low: float
@@ -39,7 +39,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of one value per run; NaN values (a figure that a run does not have) are left out."""
+        """From one value per run; NaN values are left out."""
         known = [value for value in values if not math.isnan(value)]
         if not known:
             return cls(math.nan, math.nan, math.nan, 0)
@@ -47,6 +47,6 @@ class Spread:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Ratios of runs that were next to each other in time, so that a machine that slows down slows both."""
+    """Ratios of neighbouring runs, so that a slower machine slows both."""
     pairs = [(a, b) for a, b in zip(numerators, denominators, strict=False) if b and not math.isnan(a + b)]
     return Spread.of([a / b for a, b in pairs])

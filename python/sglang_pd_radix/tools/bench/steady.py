@@ -1,6 +1,5 @@
-"""Clients that send one new prompt after another beside a chat, from before its first turn until its last answer.
-
-They keep prefill busy all the time. What they ask counts in no figure of the chat's own requests.
+"""Clients that keep prefill busy beside a chat: each sends one new prompt after another, from before the first turn to
+the last answer. Their requests count in no figure of the chat's.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from .asked import Asked, RequestFailed
 from .stats import percentile
 from .workload import STEADY_ANSWER, Steady
 
-# Prefill is to be busy when the first turn comes.
+# Head start, so that prefill is busy at the first turn.
 AHEAD_S = 1.0
-# Of one request; far more than one that is not lost takes.
+# Time-out of one request, far more than any needs.
 TIMEOUT_S = 600.0
-# How long those that are under way are waited for after something else has failed.
+# Wait for requests in flight after another failure.
 GRACE_S = 5.0
 
 
 class SteadyClients:
-    """The clients of ``steady`` (None: there are none), which ask ``url`` while the ``with`` block runs.
+    """The clients of ``steady`` (None: no clients), sending to ``url`` during the ``with`` block.
 
-    ``check`` raises PdRadixError when a server has ended.
+    ``check`` raises PdRadixError if a server has ended.
     """
 
     def __init__(self, steady: Steady | None, url: str, check: Callable[[], None]) -> None:
@@ -37,7 +36,7 @@ class SteadyClients:
         self._ended = threading.Event()
         self._failed: list[str] = []
         self._taken = 0
-        #: Their requests that were answered, in the order of the ends. First tokens are not told apart from last ones.
+        #: Their answered requests, in order of completion; first and last tokens have one time.
         self.asked: list[Asked] = []
         count = steady.clients if steady else 0
         self._threads = [threading.Thread(target=self._ask_on, args=(i,), daemon=True) for i in range(count)]
@@ -50,20 +49,20 @@ class SteadyClients:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Also after a failure, of which the requests under way are to say nothing more."""
+        """After a failure, errors of requests in flight are ignored."""
         self._ended.set()
         deadline = time.monotonic() + GRACE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def check(self) -> None:
-        """Raise PdRadixError if a server has ended, and RequestFailed if a request of these clients has failed."""
+        """Raise PdRadixError if a server has ended, RequestFailed if a request of these clients has failed."""
         self._alive()
         if self._failed:
             raise RequestFailed(f"a request of the steady clients failed: {self._failed[0]}")
 
     def stop(self) -> None:
-        """Send nothing more, and wait until all that was sent is answered. Raises as `check`."""
+        """Stop sending and wait for all answers. Raises as `check`."""
         self._ended.set()
         for thread in self._threads:
             while thread.is_alive():
@@ -72,13 +71,13 @@ class SteadyClients:
         self.check()
 
     def fresh(self) -> list[Sequence[int]]:
-        """The prompts of the requests that were answered since this was called last."""
+        """Prompts of requests answered since the last call."""
         asked = self.asked[self._taken :]
         self._taken += len(asked)
         return [one.prompt for one in asked]
 
     def figures(self) -> dict[str, float]:
-        """How many of their requests were answered, also per second, and how long they took; {} without clients."""
+        """Number, rate and times of their answered requests; {} without clients."""
         if not self._threads:
             return {}
         ends = [one.start_s + one.latency_s for one in self.asked]
@@ -104,7 +103,7 @@ class SteadyClients:
             self.asked.append(Asked(prompt, STEADY_ANSWER, "", began, took, took, []))
 
     def _ask(self, prompt: Sequence[int]) -> str:
-        """Why there is no whole answer; "" if there is one."""
+        """Why there is no complete answer; "" if there is one."""
         parameters = {"temperature": 0, "max_new_tokens": STEADY_ANSWER, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": parameters}
         status, content = http(self._url + "/generate", body, timeout=TIMEOUT_S)
@@ -116,7 +115,7 @@ class SteadyClients:
 
 
 def _tokens(text: str) -> Any:
-    """How many tokens an answer says that it has."""
+    """The number of tokens that an answer reports."""
     try:
         return json.loads(text)["meta_info"]["completion_tokens"]
     except (ValueError, KeyError, TypeError):

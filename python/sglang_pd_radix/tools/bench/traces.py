@@ -1,4 +1,4 @@
-"""Traces in the format that Mooncake published, and a made one."""
+"""Traces in Mooncake's published format, and a synthetic one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 
-# Tokens that one entry of ``hash_ids`` stands for.
+# Tokens per entry of ``hash_ids``.
 TRACE_BLOCK = 512
 
 
@@ -45,10 +45,10 @@ def read_trace(path: Path, most: int | None = None) -> list[dict[str, Any]]:
 
 
 def made_trace(count: int) -> list[dict[str, Any]]:
-    """``count`` records in the format of `read_trace`: conversations under one of a few system prompts, 10 a second.
+    """``count`` synthetic records for `read_trace`: conversations under a few system prompts, 10 per second.
 
-    A stand-in for a machine that has no trace; its shape (one block that all share, histories that grow by a few
-    blocks per turn, answers of some hundred tokens) is that of a chat service, its numbers are nobody's.
+    Used without a trace. Its shape is that of a chat service (one block shared by all, histories that grow by a few
+    blocks per turn, answers of some hundred tokens); its numbers are invented.
     """
     pick = random.Random("made trace")
     fresh = iter(range(1, 10**9))
@@ -69,16 +69,16 @@ def made_trace(count: int) -> list[dict[str, Any]]:
                 "hash_ids": list(chat),
             }
         )
-        # The last block may have been filled in part only: what follows on it is another block.
+        # The last block may be partial: a continuation has another block there.
         open_chats.append(chat[:-1])
     return records
 
 
 def turns_of(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Lengths of each request of a trace that continues an earlier one: tokens that it adds, and of its answer.
+    """Lengths of each request of a trace that continues an earlier one: added tokens, and answer.
 
-    One continues another if its prompt has all full blocks of that, more tokens than that and its answer, and no more
-    than twice as many: others share a system prompt.
+    A request continues another if its prompt has all full blocks of that, and more tokens than prompt and answer of
+    that, but at most twice as many: others only share a system prompt.
     """
     ends: dict[tuple[int, ...], int] = {}
     found = []

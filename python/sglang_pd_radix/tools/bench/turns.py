@@ -1,4 +1,4 @@
-"""All runs of one workload: the sides take turns, and so does which of them goes first."""
+"""All runs of one workload: the sides alternate, and so does the first one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_UP_REQUESTS = 16
 
 
 class Show(Protocol):
-    """Where progress is told."""
+    """Receives the progress."""
 
     def begin(self, title: str, total: int) -> None: ...
 
@@ -35,20 +35,21 @@ def measure_all(
     show: Show,
     exact: bool,
 ) -> dict[str, Any]:
-    """What the report has of one workload. Every side is warmed up alike, and every run begins with empty caches.
+    """Measure one workload; returns its entry of the report. All sides are warmed up alike; runs start with empty
+    caches.
 
-    exact: in this data type, answers may part where two tokens are as likely to `parted.LEAST_LIMIT` nats, and nowhere
-    else. Raises PdRadixError if a request fails.
+    exact: in this data type answers may part only where two tokens tie within `parted.LEAST_LIMIT` nats. Raises
+    PdRadixError if a request fails.
     """
     found: list[tuple[int, Run]] = []
     variants = deployment.variants
     show.begin(f"({workload.key}) {workload.title}", runs * len(variants) * workload.requests)
     for variant in variants:
-        # The first prompts of a new size pay for memory and kernels that are set up once. Nothing of this is measured.
+        # The first prompts of a new size set up memory and kernels; they are not measured.
         show.step(f"({workload.key}) {variant.name}", 0, "warming up")
         run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size)
     for number in range(1, runs + 1):
-        # So of any two sides each goes first in every other run, and neighbours in time remain pairs.
+        # Of any two sides each goes first in every other run, and neighbouring runs stay pairs.
         for turn, variant in enumerate(variants if number % 2 else reversed(variants), 1):
             label = f"({workload.key}) run {number} of {runs}, {variant.name}"
             already = len(found) * workload.requests
@@ -87,7 +88,7 @@ def _told(run: Run) -> str:
 def _entry(
     workload: Workload, variants: Sequence[Variant], page_size: int, found: Sequence[tuple[int, Run]]
 ) -> dict[str, Any]:
-    """``found``: the runs in the order in which they were made, each with its turn (from 1) among its number's."""
+    """``found``: runs in order, each with its turn (from 1) within its number."""
     sides = {variant.name: variant.radix for variant in variants}
     different = report.compare_answers([run.texts for _, run in found])
     return {

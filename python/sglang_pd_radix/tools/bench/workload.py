@@ -1,6 +1,6 @@
-"""What a benchmark asks: prompts as token ids, answer lengths, and what is asked before what.
+"""Workloads: prompts as token ids, answer lengths, and the order of requests.
 
-Everything follows from the sizes and the seed, so the same options make the same requests on every machine.
+All follows from sizes and seed, so the same options give the same requests on every machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from .traces import TRACE_BLOCK, made_trace, read_trace, turns_of
 
 @dataclass(frozen=True)
 class Request:
-    """One request. ``ids``: its prompt, in a chat only what its client adds to the history. Lengths in tokens.
+    """One request. ``ids``: its prompt; in a chat only what its client adds to the history. Lengths in tokens.
 
-    ``group``: which prefix, client or herd it belongs to. ``arrival_s``: when it is sent, seconds from the start of its
-    round; None: as soon as the concurrency allows. ``beside``: it is there for what it does to the others, and how long
-    its own first token takes does not count.
+    ``group``: its prefix, client or herd. ``arrival_s``: send time in seconds from the start of its round; None: as
+    soon as the concurrency allows. ``beside``: it only loads the servers; its own TTFT does not count.
     """
 
     ids: tuple[int, ...]
@@ -36,31 +35,30 @@ class Request:
     beside: bool = False
 
 
-# The least that bench_serving takes for an answer with a time between its tokens.
+# The least answer for which bench_serving has a time between tokens.
 STEADY_ANSWER = 2
 
 
 @dataclass(frozen=True)
 class Steady:
-    """Clients that send one new prompt of ``length`` tokens after another, while a workload is asked, for an answer of
-    `STEADY_ANSWER` tokens. ``take``: tokens of a name, as `Tokens.take`."""
+    """Clients that send one new prompt of ``length`` tokens after another beside a workload, for answers of
+    `STEADY_ANSWER` tokens. ``take``: tokens by name, as `Tokens.take`."""
 
     clients: int
     length: int
     take: Callable[[str, int], tuple[int, ...]] = field(repr=False)
 
     def prompt(self, client: int, number: int) -> tuple[int, ...]:
-        """The prompt that a client sends as its ``number``-th (from 0): the same in all runs."""
+        """The ``number``-th prompt of a client (from 0); equal in all runs."""
         return self.take(f"{client}/{number}", self.length)
 
 
 @dataclass
 class Workload:
-    """Rounds of requests: a round begins when every answer of the one before is complete, in a ``stream`` at once.
+    """Rounds of requests: each starts when all answers of the one before are complete; at once in a ``stream``.
 
-    ``warm`` has, for each round (or for none), what is asked before it and not measured. In a ``chat``, round n holds
-    turn n of every client, one request each, and each prompt begins with the previous prompt and answer of its group.
-    ``steady``: who else asks meanwhile, and is not measured.
+    ``warm``: unmeasured requests before each round, or none. In a ``chat``, round n holds turn n of every client, one
+    request each; each prompt begins with its group's previous prompt and answer. ``steady``: unmeasured clients beside.
     """
 
     key: str
@@ -90,25 +88,25 @@ class Workload:
         return max(beside, *lengths.values())
 
     def beginning(self, most: int) -> Workload:
-        """The first ``most`` requests of the first round, and what is asked before it."""
+        """The first ``most`` requests of the first round, and its warm-up."""
         return dataclasses.replace(self, rounds=[self.rounds[0][:most]], warm=self.warm[:1])
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes
 #
-# A class per workload: its fields are the options `--set KEY.FIELD=VALUE`, its `make` builds the requests. ``pool`` is
-# the KV pool of each decode worker in tokens, ``reserve`` what the engine keeps free per request for its answer
-# (--num-reserved-decode-tokens). ``prefill``: the pool of the prefill worker, at least ``pool``.
+# A class per workload: its fields are the options `--set KEY.FIELD=VALUE`, its `make` builds the requests. ``pool``: KV
+# pool of each decode worker in tokens. ``reserve``: tokens kept free per request for its answer
+# (--num-reserved-decode-tokens). ``prefill``: pool of the prefill worker, at least ``pool``.
 
 
 class Tokens:
-    """Random tokens out of ``ids``: `take` gives the same ones for the same name, whatever was taken before."""
+    """Random tokens out of ``ids``: `take` depends on the name only, not on earlier calls."""
 
     def __init__(self, ids: range, seed: int) -> None:
         self._ids, self._seed = ids, seed
 
     def take(self, name: str, count: int) -> tuple[int, ...]:
-        # Python's own generator seeded by a string: the same stream on every version and machine.
+        # Python's own generator seeded by a string gives the same stream on every version and machine.
         return tuple(random.Random(f"{self._seed}/{name}").choices(self._ids, k=count))
 
     def order(self, name: str) -> random.Random:
@@ -120,14 +118,14 @@ _MAY_BE_ZERO = ("reserve", "speed", "suffix", "skip", "pause", "others", "steady
 
 @dataclass
 class Sizes:
-    """What all workloads have."""
+    """Sizes that all workloads have."""
 
     pool: int = 32768
     reserve: int = 64
     prefill: int = field(default=PREFILL_POOL, kw_only=True)
 
     def check(self, key: str) -> None:
-        """Raise PdRadixError naming the first size that makes no workload."""
+        """Raise PdRadixError naming the first invalid size."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             least = 2 if f.name == "answer" else 0 if f.name in _MAY_BE_ZERO else 1
@@ -141,8 +139,8 @@ class Sizes:
 
 @dataclass
 class Prefixes(Sizes):
-    """``requests`` requests in all over ``prefixes`` prefixes of ``shared`` tokens, each with a ``suffix`` of its
-    own and an answer of half to one and a half ``answer`` tokens; ``concurrency`` are asked at a time."""
+    """``requests`` requests over ``prefixes`` prefixes of ``shared`` tokens, each with a ``suffix`` of its own and an
+    answer of half to one and a half ``answer`` tokens; ``concurrency`` at a time."""
 
     prefixes: int = 20
     shared: int = 1024
@@ -156,10 +154,10 @@ class Prefixes(Sizes):
         return f"{self.shared / (self.shared + self.suffix):.0%} of each prompt shared"
 
     def ask(self, key: str, tokens: Tokens, numbers: Iterable[int], name: str, prefix: str = "prefix") -> list[Request]:
-        """Requests ``numbers`` in the random order of ``name``, over the prefixes called ``prefix`` by turns."""
+        """Requests ``numbers`` in the random order of ``name``, over the prefixes ``prefix`` in turn."""
         shuffled = list(numbers)
         tokens.order(f"{key}/{name}").shuffle(shuffled)
-        # Answers of one length would end together, and the next requests come as a crowd, wave after wave.
+        # Answers of equal length would end together, so requests would come in waves.
         length = tokens.order(f"{key}/answer/{name}")
         shared = {g: tokens.take(f"{key}/{prefix}/{g}", self.shared) for g in {i % self.prefixes for i in shuffled}}
         return [
@@ -174,12 +172,12 @@ class Prefixes(Sizes):
 
 @dataclass
 class SharedPrefixes(Prefixes):
-    """The same in ``rounds`` rounds over all prefixes in random order, from a cold start: nothing is asked before, and
-    nothing is emptied between rounds. With a ``pause`` (1) a round waits until the one before is answered."""
+    """The same in ``rounds`` rounds over all prefixes in random order, from a cold start and without emptying caches in
+    between. With ``pause`` (1) a round waits for the answers of the one before."""
 
-    # The lengths of the published run divided by 50, with its 20 prefixes, 128 clients and 1000 requests. The pool is
-    # about twice the prefixes: without the cache it holds some 37 requests, as in that run. With pauses, most requests
-    # would be of the crowd that begins a round: this machine has not the time for rounds of many times 128 requests.
+    # The lengths of the published run over 50, with its 20 prefixes, 128 clients and 1000 requests. The pool is about
+    # twice the prefixes: without the cache it holds some 37 requests, as in that run. With pauses most requests would
+    # belong to the burst that starts a round: this machine is too slow for much longer rounds.
     pool: int = 45056
     reserve: int = 64
     shared: int = 1000
@@ -193,7 +191,7 @@ class SharedPrefixes(Prefixes):
     title = "shared prefixes"
 
     def check(self, key: str) -> None:
-        """Also refuse rounds without a request."""
+        """Also refuse rounds without requests."""
         super().check(key)
         if self.rounds > self.requests:
             raise PdRadixError(f"--set {key}.rounds={self.rounds}: there are only {self.requests} requests")
@@ -210,15 +208,15 @@ class SharedPrefixes(Prefixes):
         )
 
     def called(self, number: int) -> str:
-        """What the prefixes of round ``number`` are called; rounds that call them alike share them."""
+        """Names of the prefixes of round ``number``; equal names share prefixes."""
         return "prefix"
 
 
 @dataclass
 class Churn(SharedPrefixes):
-    """The same with ``prefixes`` new prefixes in every round, which come to a pool full of the old ones."""
+    """The same with ``prefixes`` new prefixes in every round, so that the pool is full of old ones."""
 
-    # Room for 22 whole prompts with their answers, so for all 64 clients only where they share.
+    # 22 whole prompts with answers: room for all 64 clients only if they share.
     pool: int = 27648
     prefixes: int = 12
     answer: int = 192
@@ -235,9 +233,9 @@ class Churn(SharedPrefixes):
 
 @dataclass
 class CrowdedPrefixes(SharedPrefixes):
-    """The same with more prefixes than the pool has room for at once."""
+    """The same with more prefixes than fit into the pool."""
 
-    # All prefixes and next to nothing else: at most half of them beside the requests that use them.
+    # All prefixes and hardly anything else: at most half of them beside the requests that use them.
     pool: int = 12288
     prefixes: int = 12
     answer: int = 192
@@ -250,14 +248,13 @@ class CrowdedPrefixes(SharedPrefixes):
 
 @dataclass
 class WarmPrefixes(Prefixes):
-    """The same with ``at_once`` of the prefixes in use at a time: a round of requests over them in random order, then
-    the next ones. Before a round each of its prefixes is asked for once, which is not measured, so no request that is
-    measured meets a new prefix."""
+    """The same with ``at_once`` prefixes in use at a time: a round of requests over them in random order, then the next
+    ones. Before a round each of its prefixes is sent once, unmeasured, so no measured request has a new prefix."""
 
-    # The pool: the prefixes of a round, 24 requests' own tokens, and the reserve. Without the cache: 10 requests.
+    # A round's prefixes, 24 requests' own tokens, and the reserve. Without the cache: 10 requests.
     pool: int = 13824
     reserve: int = 192
-    # Many requests for each round: the first of a round come as a crowd, which is not what a service sees all the time.
+    # Long rounds: the first requests of a round are a burst, which is not typical of a service.
     at_once: int = 4
 
     title = "warm shared prefixes"
@@ -278,9 +275,9 @@ class WarmPrefixes(Prefixes):
 
 @dataclass
 class Groups(WarmPrefixes):
-    """``prefixes`` groups of ``per_group`` prompts, 7 tokens shared for each one of its own, and long answers."""
+    """``prefixes`` groups of ``per_group`` prompts, 7 shared tokens for each own one, and long answers."""
 
-    # As in the incremental proposal, where the lengths are 16 times these. The pool has room for all there is.
+    # As in the incremental proposal, with lengths over 16. Everything fits into the pool.
     pool: int = 122880
     reserve: int = 64
     prefixes: int = 80
@@ -330,11 +327,11 @@ class Chat(Sizes):
         return Workload(key, title, sizes, rounds, concurrency=len(rounds[0]), chat=True, notes=notes, steady=steady)
 
     def ask(self, key: str, tokens: Tokens, client: int, turn: int) -> Request:
-        """What a client asks in a turn."""
+        """A client's request in a turn."""
         return Request(tokens.take(f"{key}/{client}/{turn}", self.new(turn)), self.answer, client)
 
     def steadily(self, key: str, tokens: Tokens) -> Steady | None:
-        """Who asks all the time, and not turn by turn."""
+        """The clients beside, if any."""
         return None
 
     def new(self, turn: int) -> int:
@@ -342,7 +339,7 @@ class Chat(Sizes):
         return self.question if turn else self.document
 
     def beside(self, key: str, tokens: Tokens, turn: int) -> list[Request]:
-        """What others ask when the clients begin a turn, just before them."""
+        """Others' requests just before the clients' turn."""
         return []
 
     @property
@@ -352,15 +349,15 @@ class Chat(Sizes):
 
 @dataclass
 class BusyChat(Chat):
-    """The same behind ``others`` prompts of ``prompt`` tokens, new ones in every turn, which nobody asks again; with
-    ``steady`` (1) beside as many clients, which send one such prompt after another all the time."""
+    """The same behind ``others`` new prompts of ``prompt`` tokens per turn, never repeated; with ``steady`` (1) beside
+    as many clients that send such prompts all the time."""
 
     others: int = 4
     prompt: int = 1500
     steady: int = 0
 
     def check(self, key: str) -> None:
-        """Also refuse what is neither on nor off."""
+        """Also refuse ``steady`` other than 0 and 1."""
         super().check(key)
         if self.steady > 1:
             raise PdRadixError(f"--set {key}.steady={self.steady}: must be 0 or 1")
@@ -369,7 +366,7 @@ class BusyChat(Chat):
         if self.steady:
             return []
         numbers = range(turn * self.others, (turn + 1) * self.others)
-        # The least that bench_serving takes for an answer with a time between its tokens.
+        # The least answer for which bench_serving has a time between tokens.
         return [
             Request(tokens.take(f"{key}/other/{n}", self.prompt), 2, self.clients + n, beside=True) for n in numbers
         ]
@@ -390,7 +387,7 @@ class BusyChat(Chat):
 
 @dataclass
 class AlternatingChat(Chat):
-    """The same, but every other question has ``long`` tokens."""
+    """The same, with ``long`` tokens in every other question."""
 
     turns: int = 7
     long: int = 600
@@ -405,12 +402,12 @@ class AlternatingChat(Chat):
 
 @dataclass
 class Agents(BusyChat):
-    """Conversations of many turns that begin with ``document`` tokens. Then each turn adds ``question`` to
-    ``longest_question`` tokens, a tool's result, for ``answer`` to ``longest_answer`` tokens, and the clients of a turn
-    come over ``pause`` seconds. With the ``file`` of a trace, lengths are those of its later turns over ``shrink``.
-    ``others``: clients beside that send first prompts of other agents, of ``prompt`` tokens, all the time."""
+    """Conversations of many turns that begin with ``document`` tokens. Each later turn adds a tool's result of
+    ``question`` to ``longest_question`` tokens, for ``answer`` to ``longest_answer`` tokens; the clients of a turn
+    arrive over ``pause`` seconds. With a trace's ``file``, lengths are those of its later turns over ``shrink``.
+    ``others``: clients beside that send other agents' first prompts, of ``prompt`` tokens, all the time."""
 
-    # Each has 4,700 tokens in the end, so all together outgrow the pool in the course of a run.
+    # Each ends with 4,700 tokens, so together they outgrow the pool during a run.
     pool: int = 32768
     prefill: int = 32768
     clients: int = 12
@@ -428,7 +425,7 @@ class Agents(BusyChat):
     shrink: int = 20
 
     def check(self, key: str) -> None:
-        """Also refuse lengths the wrong way round, and a trace without later turns."""
+        """Also refuse inverted length ranges, and a trace without later turns."""
         super().check(key)
         if self.longest_question < self.question or self.longest_answer < self.answer:
             raise PdRadixError(f"--set {key}: longest_question and longest_answer are at least question and answer")
@@ -437,7 +434,7 @@ class Agents(BusyChat):
 
     @functools.cached_property
     def lengths(self) -> list[tuple[int, int]]:
-        """Of the trace's later turns: tokens that are added, and of the answer; none without a trace."""
+        """Later turns of the trace: added tokens, and answer; empty without a trace."""
         found = turns_of(read_trace(Path(self.file))) if self.file else []
         return [(max(1, new // self.shrink), max(2, answer // self.shrink)) for new, answer in found]
 
@@ -458,7 +455,7 @@ class Agents(BusyChat):
 
 @dataclass
 class Herd(Sizes):
-    """``herds`` times ``size`` requests at once with the same prefix of ``shared`` tokens, which nobody has seen."""
+    """``herds`` times ``size`` concurrent requests with the same new prefix of ``shared`` tokens."""
 
     herds: int = 4
     size: int = 16
@@ -482,7 +479,7 @@ class Herd(Sizes):
 
 @dataclass
 class Distinct(Sizes):
-    """``requests`` prompts of ``prompt`` tokens that have nothing in common, ``concurrency`` at a time."""
+    """``requests`` prompts of ``prompt`` tokens without common prefixes, ``concurrency`` at a time."""
 
     requests: int = 120
     prompt: int = 384
@@ -497,9 +494,9 @@ class Distinct(Sizes):
 
 @dataclass
 class Trace(Sizes):
-    """``requests`` requests of a Mooncake-format trace from line ``skip`` on, all lengths divided by ``shrink``, sent
-    at ``speed`` times the pace of the trace (0: all at once, ``concurrency`` at a time). Without ``file``: a made trace
-    of conversations in the same format."""
+    """``requests`` requests of a Mooncake-format trace from line ``skip`` on, lengths over ``shrink``, sent at
+    ``speed`` times the trace's pace (0: all at once, ``concurrency`` at a time). Without ``file``: a synthetic trace of
+    conversations."""
 
     file: str = ""
     skip: int = 0
@@ -509,7 +506,7 @@ class Trace(Sizes):
     concurrency: int = 32
 
     def check(self, key: str) -> None:
-        """Also refuse a trace that cannot be read."""
+        """Also refuse an unreadable trace."""
         super().check(key)
         if self.file:
             self._records(key)
@@ -566,7 +563,7 @@ KINDS: dict[str, Callable[[], Sizes]] = {
 
 
 def apply_settings(sizes: dict[str, Sizes], settings: Sequence[str]) -> None:
-    """Change ``sizes`` by ``KEY.FIELD=VALUE`` strings. Raises PdRadixError that says what there is."""
+    """Change ``sizes`` by ``KEY.FIELD=VALUE`` strings. Raises PdRadixError that lists the valid ones."""
     for setting in settings:
         name, equals, value = setting.partition("=")
         key, dot, field_name = name.partition(".")

@@ -1,14 +1,14 @@
-"""A prefill/decode deployment on this machine as one object: start it, use it, and be sure that it is gone.
+"""A prefill/decode deployment on this machine as one object, which ends with its owner.
 
     with Cluster("model", decode_args=["--disaggregation-decode-enable-radix-cache"]) as cluster:
         requests.post(cluster.router_url + "/generate", json=...)
 
-Every server runs in a session of its own, so a Ctrl-C in the terminal reaches only the owner, which then ends each
-whole process group. A watchdog process holds the other end of a pipe: should the owner be killed outright, the pipe
-closes and the watchdog ends what is left.
+Every server runs in a session of its own, so Ctrl-C in the terminal reaches only the owner, which then ends each
+process group. A watchdog process holds the other end of a pipe: if the owner is killed, the pipe closes and the
+watchdog ends the rest.
 
-`spec` says what a deployment is to be, `plan` makes processes of it (with `options`, `ports`, `devices`, `gateway`),
-`process` runs and ends them, `startup` waits until they serve (with `logs` and `local_http`), `deployment` has it all.
+`spec` describes a deployment, `plan` makes processes of it (with `options`, `ports`, `devices`, `gateway`), `process`
+runs and ends them, `startup` waits until they serve (with `logs` and `local_http`), `deployment` combines all.
 """
 
 from .deployment import STOP_GRACE_S, Cluster

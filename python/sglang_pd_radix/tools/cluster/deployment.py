@@ -1,4 +1,4 @@
-"""The deployment itself: started, used, paused, killed in part, and ended."""
+"""A deployment: start, use, pause, partial kill, end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .process import Family, Process, Progress, check_alive, first_dead
 from .spec import Spec
 from .startup import Startup
 
-# Long enough for the engine to drain and leave by itself, short enough for somebody who waits after Ctrl-C.
+# Long enough for the engine to drain, short enough after Ctrl-C.
 STOP_GRACE_S = 5.0
 
 
 class Cluster:
-    """A deployment of this machine. What it is made of is told as to `Spec` (None: its default).
+    """A deployment on this machine. Its parameters are those of `Spec` (None: the default).
 
-    Nothing is started before `start`. ``log_dir`` is by default a new temporary directory. A start takes at most
-    ``timeout_s`` seconds. ``on_progress`` is told of every step. ``on_wait`` is called every 0.1 s while waiting, and
-    start-up ends with what it raises.
+    `start` starts it. ``log_dir``: a new temporary directory by default. ``timeout_s``: longest start, seconds.
+    ``on_progress`` is called at every step. ``on_wait`` is called every 0.1 s while waiting; what it raises ends the
+    start.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def log_dir(self) -> Path:
-        """Where the logs are; they stay when the cluster is gone."""
+        """The logs' directory; it stays after the end."""
         if self._log_dir is None:
             self._log_dir = Path(tempfile.mkdtemp(prefix="pd-radix-"))
         return self._log_dir
@@ -80,12 +80,12 @@ class Cluster:
 
     @property
     def router_url(self) -> str:
-        """Where requests go: the router, or the engine itself if aggregated."""
+        """The address for requests: the router, or the engine if aggregated."""
         return self._role("engine" if self.aggregated else "router")[0].url
 
     @property
     def router_urls(self) -> dict[str, str]:
-        """Address of every router, by its name in ``routers`` ("router" for the single one)."""
+        """Addresses of routers by their name in ``routers`` ("router" for the single one)."""
         return {process.name.removeprefix("router-"): process.url for process in self._role("router")}
 
     @property
@@ -102,7 +102,7 @@ class Cluster:
         return [process.url for process in self._role("engine")]
 
     def describe(self) -> dict[str, Any]:
-        """Everything a script needs to use this cluster, ready for JSON."""
+        """This cluster for scripts, ready for JSON."""
         return {
             "model": self.model_path,
             "backend": None if self.aggregated else self.backend,
@@ -126,13 +126,13 @@ class Cluster:
         self.stop()
 
     def plan(self) -> list[Process]:
-        """Every process as it would be started now."""
+        """The processes that `start` would start now."""
         return lay_out(self.spec, self.log_dir)
 
     def start(self) -> None:
-        """Start everything and return once a request has gone through. On any failure nothing is left running.
+        """Start everything; returns after a successful request. A failure leaves nothing running.
 
-        Raises PdRadixError: a process died (with the reason and the end of its log) or the time is up.
+        Raises PdRadixError if a process ends (with the reason and the end of its log) or the time is up.
         """
         if self.processes:
             raise PdRadixError("this cluster was started before: make a new one")
@@ -161,7 +161,7 @@ class Cluster:
             raise
 
     def _settle(self, startup: Startup) -> None:
-        """The request that went through is to leave nothing in a cache, nor what is loaded to collections."""
+        """Empty caches after the first request, and exclude loaded objects from garbage collection."""
         for worker in self.processes:
             if worker.is_worker:
                 http(worker.url + "/flush_cache", {}, timeout=10)
@@ -176,20 +176,20 @@ class Cluster:
         return Startup(watched, self._timeout_s, self.log_dir, self._stopping, self._on_progress, self._on_wait)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End every process and wait until all are gone. May be called twice, and after a failed start."""
+        """End all processes and wait for them. May be called twice, and after a failed start."""
         self._stopping.set()
-        self.resume()  # a paused process does not hear that it shall end
+        self.resume()  # a paused process gets no SIGTERM
         self._family.stop(self.processes, grace_s)
 
     def pause(self, names: Collection[str]) -> None:
-        """Stop the processes of these servers where they are (SIGSTOP): they keep their memory and use no CPU.
+        """Pause the processes of these servers (SIGSTOP): they keep their memory and use no CPU.
 
-        An idle engine polls its queues without a break, which on a small machine slows down whoever is at work.
+        An idle engine polls without a break, which slows down others on a small machine.
         """
         self._signal(names, signal.SIGSTOP)
 
     def resume(self, names: Collection[str] | None = None) -> None:
-        """Let paused servers go on; all of them by default."""
+        """Resume paused servers, all by default."""
         self._signal(names, signal.SIGCONT)
 
     def _signal(self, names: Collection[str] | None, signum: signal.Signals) -> None:
@@ -202,7 +202,7 @@ class Cluster:
         return next(process for process in self.processes if process.name == name)
 
     def kill(self, name: str) -> None:
-        """End one server's processes at once (SIGKILL), as a crash or a lost machine would."""
+        """Kill one server's processes at once (SIGKILL), like a crash."""
         process = self._named(name)
         process_group.kill(process.pid, tracker_s=0.0)
         assert process.popen
@@ -211,16 +211,16 @@ class Cluster:
         self._family.ended(process)
 
     def restart(self, name: str) -> None:
-        """Start a server that has ended again, with the same command and ports, and wait until it is ready.
+        """Start an ended server again, with the same command and ports, and wait until it is ready.
 
-        Others may end meanwhile. Raises PdRadixError: this one did, or the time is up.
+        Others may end meanwhile. Raises PdRadixError if this one ends or the time is up.
         """
         startup = self.start_again(name)
         while not self.has_started(name, startup):
             time.sleep(0.1)
 
     def start_again(self, name: str) -> Startup:
-        """Begin `restart`, without a wait. `has_started` tells when it has come to its end."""
+        """Begin `restart` without waiting; poll `has_started`."""
         process = self._named(name)
         process.ready_s = None
         startup = self._startup([process])
@@ -229,7 +229,7 @@ class Cluster:
         return startup
 
     def has_started(self, name: str, startup: Startup) -> bool:
-        """Whether a server that is started again is ready. Raises PdRadixError as `restart` does."""
+        """Whether a server that is started again is ready. Raises PdRadixError as `restart`."""
         process = self._named(name)
         if not startup.are_ready([process]):
             return False
@@ -238,16 +238,16 @@ class Cluster:
         return True
 
     def leave_out(self, name: str) -> None:
-        """Go on without a server that has ended."""
+        """Continue without an ended server."""
         self.kill(name)
         self.processes.remove(self._named(name))
 
     def dead(self) -> Process | None:
-        """The first process that has ended, if any has."""
+        """The first ended process, if any."""
         return first_dead(self.processes)
 
     def alive(self) -> bool:
-        """True while every process of the started cluster runs."""
+        """Whether every process of the started cluster runs."""
         return bool(self.processes) and all(p.popen is not None for p in self.processes) and self.dead() is None
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Where engines run: which GPUs each takes, or what several on one CPU host need to leave each other room."""
+"""Devices of engines: GPUs, or options by which several share one CPU host."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sglang_pd_radix.supplied import cpu_host
 
 from .options import ATTENTION_OPTIONS, DP_OPTIONS, PP_OPTIONS, TP_OPTIONS, has_option, option_value
 
-# Per worker on a CPU host. Left alone, the engine takes most of the memory for the KV of each worker, and sizes its
-# tables for thousands of requests, which costs seconds of filling them with zeros.
+# Per worker on a CPU host. By default the engine takes most of the memory for each worker's KV, and sizes tables for
+# thousands of requests, which takes seconds to fill with zeros.
 CPU_POOL_TOKENS = 32768
 CPU_RUNNING_REQUESTS = 64
-# Part of a GPU's memory that workers which share it divide among them; the rest is for activations and CUDA graphs.
+# Part of a GPU's memory for workers that share it; the rest is for activations and CUDA graphs.
 _SHARED_GPU_MEMORY = 0.85
-# What others take while a worker starts counts against its part; of so large a part it may.
+# Memory that others allocate during a worker's start counts against its part; a part this large leaves room for that.
 _NEARLY_ALL = 0.8
 
 
 def gpu_count() -> int:
-    """GPUs that a worker started here would see."""
+    """GPUs visible to a worker started here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -34,11 +34,11 @@ def gpu_count() -> int:
 
 
 def cpu_options(args: Sequence[str]) -> list[str]:
-    """What an engine on a CPU host needs beyond the user's ``args``."""
+    """Options that an engine on a CPU host needs beyond ``args``."""
     options: list[str] = []
     if not has_option(args, "--device"):
         options += ["--device", "cpu"]
-    # Compiled as a whole, a model cannot have that one, and drafts have another.
+    # The CPU backend does not work with whole-model compilation, and drafts have their own.
     if not has_option(args, *ATTENTION_OPTIONS, "--enable-torch-compile", "--speculative-algorithm"):
         options += ["--attention-backend", cpu_host.attention.NAME]
     if not has_option(args, "--dtype"):
@@ -61,11 +61,11 @@ def cpu_env(arguments: Sequence[Sequence[str]], backend: str) -> dict[str, str]:
 
 
 def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[list[str], int]]:
-    """Extra options and the wave of each worker on a host with ``gpus`` GPUs, from each worker's own arguments.
+    """Extra options and start wave of each worker on a host with ``gpus`` GPUs, from its arguments.
 
-    Workers take the next GPUs in turn, but for those with a ``--base-gpu-id``. Where they have to share one, each gets
-    an equal part of its memory. The engine measures its part by what is free when it starts, so workers that share
-    start one after the other, unless the sizes of their pools are told and each may take nearly all.
+    Workers take the next GPUs in turn, except those with ``--base-gpu-id``. Workers that share a GPU get equal parts of
+    its memory. The engine measures its part from the memory free at its start. So they start one after the other,
+    unless pool sizes are given and each may take nearly all.
     """
     sizes = [_ranks(args) for args in arguments]
     if gpus == 0:
@@ -106,18 +106,18 @@ def gpu_placement(arguments: Sequence[Sequence[str]], gpus: int) -> list[tuple[l
 
 
 def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], gpus: int) -> list[list[str]]:
-    """Options by which the decode workers of all ``sides`` are on the same GPUs.
+    """Options that put the decode workers of all ``sides`` on the same GPUs, one list for each.
 
-    options: of all workers; sides: what each has beside them. One list for each. Prefill has the first GPUs and these
-    have the next ones, as many as the side that takes the most; where there are none for them, all share. What runs on
-    other GPUs cannot be compared. A side with a ``--base-gpu-id`` of its own runs there.
+    options: of all workers. sides: each side's own. Prefill has the first GPUs. Decode has the next ones, as many as
+    the largest side takes; if there are too few, all share. Other GPUs would make sides incomparable. A side with its
+    own ``--base-gpu-id`` runs there.
     """
     sizes = [_ranks([*options, *side]) for side in sides]
     size = max([_ranks(options), *sizes])
     if has_option(options, "--base-gpu-id") or gpus == 0:
         return [[] for _ in sides]
     if gpus // size < 2:
-        # Left to themselves they take the next GPUs in turn, which are the same for all only where all take as many.
+        # By default they take the next GPUs in turn, which differ if sides take different numbers.
         place = [] if {_ranks(options), *sizes} == {size} else ["--base-gpu-id", "0"]
     else:
         place = ["--base-gpu-id", str(size)]
@@ -125,13 +125,13 @@ def compared_on(options: Sequence[str], sides: Sequence[Sequence[str]], gpus: in
 
 
 def aggregated_on(options: Sequence[str], decode: Sequence[str], gpus: int) -> list[list[str]]:
-    """Options by which two ordinary engines are on the GPUs of a pair: the first on prefill's, the other on decode's.
+    """Options that put two ordinary engines on a pair's GPUs: one on prefill's, one on decode's.
 
-    options: of all workers; decode: those of the decode worker of the pair, as of `compared_on`.
+    options: of all workers. decode: of the pair's decode worker, as in `compared_on`.
     """
     if has_option(options, "--base-gpu-id") or gpus == 0:
         return [[], []]
-    first = ["--base-gpu-id", "0"]  # which is also where a decode worker is that has none of its own
+    first = ["--base-gpu-id", "0"]  # also the place of a decode worker without one
     return [first, list(decode) or first]
 
 
@@ -150,7 +150,7 @@ def _may_take(args: Sequence[str]) -> float:
 
 
 def _ranks(args: Sequence[str]) -> int:
-    """Processes of an engine that compute, each on a GPU of its own where there are any."""
+    """Computing processes of an engine, each on its own GPU if there are any."""
     try:
         ranks = int(option_value(args, *TP_OPTIONS) or 1)
         ranks *= int(option_value(args, *PP_OPTIONS) or 1)

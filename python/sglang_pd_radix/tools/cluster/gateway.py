@@ -1,4 +1,4 @@
-"""The programs that route requests to the workers, and their command lines."""
+"""Gateways that route requests to workers, and their command lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from .options import HOST, has_option
 
 @dataclass(frozen=True)
 class Gateway:
-    """One such program. ``distribution``: its name on PyPI. ``module``: arguments with which an interpreter runs it.
+    """A gateway. ``distribution``: its name on PyPI. ``module``: interpreter arguments that run it.
 
-    ``several_decode``: options that choose among several decode workers where none are given. ``settings``: options
-    for any deployment, each with those of the user's in whose presence it is left out. ``asks_nobody``: options with
-    which it sends workers requests alone.
+    ``several_decode``: default options for a choice among several decode workers. ``settings``: options for any
+    deployment, each with user options that replace it. ``asks_nobody``: options that turn off its queries to workers.
     """
 
     distribution: str
@@ -41,12 +40,12 @@ class Gateway:
 
     @property
     def version(self) -> str:
-        """Name and release, as a report tells them."""
+        """Name and release, for reports."""
         return f"{self} {importlib.metadata.version(self.distribution)}"
 
 
 _OVERLOAD = ("--worker-overload-protection", "--worker-overload-waiting-requests", "--worker-overload-token-usage")
-# Where it knows which worker holds what, a client need not say where its conversation is.
+# It knows each worker's prefixes, so clients need no routing key.
 SMG = Gateway(
     "smg",
     ("-m", "smg", "launch"),
@@ -54,21 +53,20 @@ SMG = Gateway(
     ("--decode-policy", "cache_aware"),
     ("--disable-health-check",),
     (
-        # From 8 waiting requests on it would leave a worker out. A decode worker counts those in transfer, so has as
-        # many whenever it is busy, and the prefixes that it holds are sent to others.
+        # It would skip workers with 8 or more waiting requests. On decode, requests in transfer count as waiting: a
+        # busy worker always has as many, and its prefixes would be sent to others.
         (("--disable-worker-overload-protection",), _OVERLOAD),
-        # A decode worker that refuses connections counts against the prefill worker of each attempt as well: after two
-        # requests with their retries there would be no prefill left for anybody.
+        # A decode worker that refuses connections also counts against the prefill worker of each attempt: after two
+        # requests with retries no prefill would be left.
         (("--disable-circuit-breaker",), ("--cb-failure-threshold", "--cb-timeout-duration-secs")),
-        # What has anything of its prompt somewhere goes there: below the threshold workers are chosen by their
-        # throughput, which is greatest where most requests are. And nobody is to have more than 1.1 times the mean, and
-        # 4 requests more than it.
+        # Any prefix match decides: below the threshold workers are chosen by throughput, which is highest on the
+        # busiest one. No worker may exceed 1.1 times the mean load plus 4 requests.
         (("--cache-threshold", "0.0"), ("--cache-match-threshold",)),
         (("--balance-rel-threshold", "1.1"), ("--spill-rel-threshold",)),
         (("--balance-abs-threshold", "4"), ("--spill-abs-threshold",)),
     ),
 )
-# Its cache_aware never learns of a PD deployment's workers: the same worker for all requests of one X-SMG-Routing-Key.
+# Its cache_aware never learns of PD workers: requests with the same X-SMG-Routing-Key go to one worker.
 SGLANG_ROUTER = Gateway(
     "sglang-router",
     ("-m", "sglang_router.launch_router"),
@@ -76,12 +74,12 @@ SGLANG_ROUTER = Gateway(
     ("--decode-policy", "manual", "--assignment-mode", "min_load"),
     ("--disable-health-check",),
 )
-# The first that is installed routes where none is named.
+# The first installed one is the default.
 GATEWAYS = {gateway.distribution: gateway for gateway in (SMG, SGLANG_ROUTER)}
 
 
 def add_router_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--router``, whose value `named_gateway` takes."""
+    """Declare ``--router``, see `named_gateway`."""
     parser.add_argument(
         "--router",
         choices=tuple(GATEWAYS),
@@ -90,7 +88,7 @@ def add_router_option(parser: argparse._ActionsContainer) -> None:
 
 
 def named_gateway(name: str | None) -> Gateway:
-    """The gateway of this distribution; of None, the first that is installed. Raises PdRadixError if it is missing."""
+    """The gateway of this distribution (None: the first installed one). Raises PdRadixError if it is missing."""
     if name is None:
         found = next((gateway for gateway in GATEWAYS.values() if gateway.installed), None)
         if found is None:
@@ -103,7 +101,7 @@ def named_gateway(name: str | None) -> Gateway:
 
 
 def check_options(gateway: Gateway, given: Sequence[str]) -> None:
-    """Raise PdRadixError if the gateway does not take the options ``given``: it starts last."""
+    """Raise PdRadixError for options ``given`` that the gateway does not take: it starts last."""
     if given:
         parser = engine_options.Parser(add_help=False)
         importlib.import_module(f"{gateway.package}.router_args").RouterArgs.add_cli_args(parser)
@@ -119,17 +117,17 @@ def options(
     metrics_port: int,
     ordinary: Sequence[str] = (),
 ) -> list[str]:
-    """Options of a router, but for its own address.
+    """Options of a router, except its own address.
 
-    prefill: URL and bootstrap port of each worker. decode: URLs. given: the user's options, which win.
-    ordinary: URLs of ordinary engines, where it routes to these.
+    prefill: URL and bootstrap port of each worker. decode: URLs. given: the user's options, which win. ordinary: URLs
+    of ordinary engines, if it routes to these.
     """
     options = ["--worker-urls", *ordinary] if ordinary else ["--pd-disaggregation"]
     for url, bootstrap_port in prefill:
         options += ["--prefill", url, str(bootstrap_port)]
     for url in decode:
         options += ["--decode", url]
-    # By default it writes four lines per request, and every router of a machine wants the same metrics port.
+    # By default it logs four lines per request, and all routers use one metrics port.
     for option, value in (
         ("--log-level", "warn"),
         ("--worker-startup-check-interval", "1"),

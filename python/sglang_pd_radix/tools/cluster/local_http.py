@@ -8,20 +8,20 @@ import requests
 
 from sglang_pd_radix.environment import ADMIN_API_KEY, API_KEY, servers_key
 
-#: What is asked here of servers, and those that have an admin's key let nobody else do.
+# Requests made here that servers with an admin key accept with that key only.
 ADMIN_ROUTES = ("/flush_cache", "/freeze_gc")
 
 
 def status_text(status: int, route: str = "") -> str:
-    """An answer's HTTP status in words, for an error that names the way out. route: that answered so."""
+    """An HTTP status in words, with a remedy. route: that returned it."""
     of_admin = f", or with --admin-api-key {ADMIN_API_KEY}," if route in ADMIN_ROUTES else ""
     return f"HTTP {status}" + (f" (it asks for a key, which {API_KEY}{of_admin} has to have)" if status == 401 else "")
 
 
 def local_session(admin: bool = False) -> requests.Session:
-    """A session for the servers of this machine, on which a proxy of the environment has no business.
+    """A session for this machine's servers, without proxies of the environment.
 
-    admin: with the key of their admin, if there is one.
+    admin: use the admin key, if there is one.
     """
     session = requests.Session()
     session.trust_env = False
@@ -31,11 +31,11 @@ def local_session(admin: bool = False) -> requests.Session:
 
 
 def http(url: str, body: Any = None, timeout: float = 10.0) -> tuple[int, bytes]:
-    """GET ``url`` (or POST ``body`` as JSON). Returns status and content; status 0 if nobody answered."""
+    """GET ``url`` (or POST ``body`` as JSON). Returns status and content; status 0 without an answer."""
     of_admin = url.endswith(ADMIN_ROUTES)
     status, content = _ask(url, body, timeout, of_admin)
     if status == 401 and of_admin:
-        # Of a server that has no key for its admin all ask with the other one.
+        # Servers without an admin key use the other one.
         status, content = _ask(url, body, timeout, admin=False)
     return status, content
 
@@ -50,11 +50,10 @@ def _ask(url: str, body: Any, timeout: float, admin: bool) -> tuple[int, bytes]:
 
 
 def freeze(url: str) -> str:
-    """Have no garbage collection of the worker at ``url`` look through what it has loaded, if it does that.
+    """Exclude a worker's loaded objects from garbage collections.
 
-    Each of its processes has half a million objects by then. To look through all of them again takes a third of a
-    second every minute or two, in which the process does nothing else (docs/deploy.md, "Production checklist"). Returns
-    why they do it all the same; "" if they do not.
+    Each of its processes has half a million. Scanning them takes a third of a second every minute or two, in which the
+    process does nothing else (docs/deploy.md, "Production checklist"). Returns why it failed; "" if it did not.
     """
     status, _ = http(url + "/freeze_gc", {}, timeout=10)
     if status == 200:

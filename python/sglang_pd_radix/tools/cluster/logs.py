@@ -1,4 +1,4 @@
-"""What the log of a server says: how far its start is, and why it ended."""
+"""A server's log: start-up phase, and reason of its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-# What a start-up log says, in the order in which it says it. The last match is the phase that is shown.
+# Messages of a start-up log, in order. The last match is the phase shown.
 _PHASES = (
     ("server_args=", "starting processes"),
     ("Init torch distributed begin", "setting up"),
@@ -22,7 +22,7 @@ _PHASES = (
 
 
 def log_tail(path: Path, lines: int = 20) -> list[str]:
-    """The last ``lines`` lines of a log (an empty list if there is none), without reading all of a long one."""
+    """The last ``lines`` lines of a log, without reading all of it; empty if there is none."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * lines - 4096))
@@ -35,18 +35,18 @@ def log_tail(path: Path, lines: int = 20) -> list[str]:
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
-# Lines that end a traceback, or a message of argparse or of the shell of the engine.
+# The last line of a traceback, or an error of argparse or of the engine's shell.
 _ERROR_LINE = re.compile(
     r"^(?:\[[^\]]*\] )?(?:[\w. -]+: error: .+|(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$"
 )
-# What the engine says when one of its processes ended without a word.
+# The engine's message when one of its processes ended without one.
 _CRASH_LINE = re.compile(r"Subprocess \S+ .*crashed with exit code -?\d+")
-# Consequences of the real cause in another process of the same server.
+# Consequences of a cause in another process of the server.
 _SECONDARY = ("EOFError", "SystemExit", "KeyboardInterrupt", "BrokenPipeError", "ConnectionResetError")
 
 
 def failure_reason(lines: Sequence[str]) -> str | None:
-    """The line of a log that names the cause of death: the last error that is not the echo of another one."""
+    """The log line with the cause of death: the last error that is not a consequence of another."""
     errors = [line.strip() for line in lines if _ERROR_LINE.match(line.strip())]
     causes = [line for line in errors if not line.startswith(_SECONDARY)]
     crashes = [match.group() for match in map(_CRASH_LINE.search, lines) if match]

@@ -1,4 +1,4 @@
-"""Command-line options of the processes of a deployment: what is given, for whom, and what nobody may give."""
+"""Command-line options of a deployment's processes: given ones, defaults, and reserved ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ RADIX_FLAG = "--disaggregation-decode-enable-radix-cache"
 #: The options that choose an attention backend.
 ATTENTION_OPTIONS = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 
-#: As the engine takes the numbers of its ranks: what an option begins with stands for it, where no other begins so.
+#: Names of the rank options in the engine; unambiguous abbreviations count too.
 TP_OPTIONS = ("--tp", "--tp-size", "--tensor-parallel", "--tensor-parallel-size")
 PP_OPTIONS = ("--pp-size", "--pipeline-parallel", "--pipeline-parallel-size")
 DP_OPTIONS = ("--dp", "--dp-size", "--data-parallel", "--data-parallel-size")
 
-#: Options of one role: one list for all its workers, or one list per worker.
+#: Options of one role: one list for all its workers, or one per worker.
 RoleArgs = Sequence[str] | Sequence[Sequence[str]]
 RoleEnv = Mapping[str, str] | Sequence[Mapping[str, str]]
 
-# Options that the cluster sets itself, because the parts have to agree on them.
+# Options that the cluster sets, since its parts have to agree on them.
 OWNED_OPTIONS = (
     "--model-path",
     "--model",
@@ -34,17 +34,17 @@ OWNED_OPTIONS = (
 
 
 def ports_named(args: Sequence[str]) -> set[int]:
-    """Every number in ``args`` that may be a port."""
+    """All numbers in ``args`` that may be ports."""
     return {int(number) for arg in args for number in re.findall(r"(?<!\d)\d{4,5}(?!\d)", arg)}
 
 
 def has_option(args: Sequence[str], *names: str) -> bool:
-    """True if one of the options ``names`` is among ``args``, as ``--name value`` or ``--name=value``."""
+    """Whether one of the options ``names`` is in ``args``, as ``--name value`` or ``--name=value``."""
     return any(arg.split("=", 1)[0] in names for arg in args)
 
 
 def option_value(args: Sequence[str], *names: str) -> str | None:
-    """The last value of option ``names`` in ``args``; None if it is not there."""
+    """The last value of option ``names`` in ``args``; None if absent."""
     found = None
     for i, arg in enumerate(args):
         name, equals, value = arg.partition("=")
@@ -54,9 +54,9 @@ def option_value(args: Sequence[str], *names: str) -> str | None:
 
 
 def api_key(workers: Iterable[Sequence[str]]) -> str | None:
-    """The key that all of these workers ask for; None if they ask for none.
+    """The API key of all these workers; None without one.
 
-    Raises PdRadixError if it is not the same of all: what asks them, a router first of all, has one.
+    Raises PdRadixError if keys differ: clients, such as a router, have one.
     """
     keys = {option_value(args, "--api-key") for args in workers}
     if len(keys) > 1:
@@ -65,7 +65,7 @@ def api_key(workers: Iterable[Sequence[str]]) -> str | None:
 
 
 def with_defaults(given: Sequence[str], defaults: Mapping[str, str | None]) -> list[str]:
-    """``given``, and behind it those of ``defaults`` (None: a flag without a value) that it does not have."""
+    """``given``, followed by missing ``defaults`` (None: a flag without a value)."""
     options = [*given]
     for name, value in defaults.items():
         if not has_option(given, name):
@@ -74,7 +74,7 @@ def with_defaults(given: Sequence[str], defaults: Mapping[str, str | None]) -> l
 
 
 def per_worker(args: RoleArgs, count: int, what: str) -> list[list[str]]:
-    """One argument list per worker, from one list for all or a list of lists. Raises PdRadixError on a wrong count."""
+    """One argument list per worker, from one list or a list of lists. Raises PdRadixError on a wrong count."""
     if not args or all(isinstance(arg, str) for arg in args):
         return [[str(arg) for arg in args] for _ in range(count)]
     if len(args) != count or any(isinstance(arg, str) for arg in args):
@@ -97,12 +97,12 @@ def refuse_owned(args: Sequence[str], owned: Sequence[str] = OWNED_OPTIONS, wher
 
 
 def connectable(host: str) -> str:
-    """An address at which a server that listens on ``host`` can be reached from here."""
+    """An address by which a server that listens on ``host`` is reachable from here."""
     host = host.strip("[]")
     return HOST if host in ("0.0.0.0", "") else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
 
 
 def bracketed(host: str) -> str:
-    """An address to listen on as every router takes it: one of IPv6 in brackets."""
+    """A listen address in the routers' format: IPv6 in brackets."""
     host = host.strip("[]")
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""From what a deployment is to be to its processes: ports, devices, commands. Nothing runs yet."""
+"""Makes processes from a `Spec`: ports, devices, commands. Starts nothing."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .ports import DP_ATTENTION_OFFSETS, free_ports
 from .process import Process
 from .spec import Spec
 
-#: By which servers of this machine are asked.
+# Addresses of this machine's servers.
 LOCAL = (HOST, "::1", "localhost")
 
 
 def unproxied(environ: Mapping[str, str], addresses: Iterable[str]) -> dict[str, str]:
-    """What keeps requests to ``addresses`` from a proxy that ``environ`` names, beside those that it keeps already."""
+    """Environment that exempts ``addresses`` from a proxy in ``environ``, besides existing exemptions."""
     names = ("no_proxy", "NO_PROXY")
     given = [address for name in names for address in environ.get(name, "").split(",") if address]
-    # That one stands for all only where it stands alone.
+    # "*" stands for all only if it is the only entry.
     direct = ["*"] if "*" in given else [*given, *addresses]
     return dict.fromkeys(names, ",".join(dict.fromkeys(direct)))
 
 
 def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
-    """Every process of the deployment, the workers before the routers."""
+    """All processes of the deployment, workers before routers."""
     ports = _ports(spec)
     inherited = {**os.environ, **spec.env}
     processes = []
@@ -50,13 +50,13 @@ def lay_out(spec: Spec, log_dir: Path) -> list[Process]:
         behind = [worker for worker in workers if worker.role == "engine"]
         processes.append(_router(spec, name, behind, more, inherited, log_dir, (next(ports), next(ports))))
     for process in processes:
-        # They ask each other, and a worker itself when it warms up.
+        # Workers call each other, and themselves at warm-up.
         process.env |= unproxied(process.env, LOCAL)
     return processes
 
 
 def _ports(spec: Spec) -> Iterator[int]:
-    """Ports beside those that the caller has named: enough for everything."""
+    """Enough free ports, besides those named by the caller."""
     engines = spec.engines()
     given = [*spec.common_args, *itertools.chain(*(args for role in spec.args_of.values() for args in role))]
     offsets = DP_ATTENTION_OFFSETS if has_option(given, "--enable-dp-attention") else (0,)
@@ -65,8 +65,8 @@ def _ports(spec: Spec) -> Iterator[int]:
     taken = ports_named([*given, *spec.router_args, *routers, *(spec.pegaflow or ())])
     if spec.port:
         taken |= {spec.port + offset for offset in offsets}
-    # Two per worker (its own, and that of its process group), one more per prefill (bootstrap), two per router and
-    # for PegaFlow.
+    # Per worker two (its own, and its process group's), one more per prefill (bootstrap), two per router and for
+    # PegaFlow.
     prefills = sum(role == "prefill" for role, _, _ in engines)
     count = 2 * len(engines) + prefills + 2 * len(spec.named_routers) + 2 * len(spec.ordinary_routers) + 2
     return iter(free_ports(count, taken=taken, offsets=offsets))
@@ -75,7 +75,7 @@ def _ports(spec: Spec) -> Iterator[int]:
 def _workers(
     spec: Spec, inherited: Mapping[str, str], log_dir: Path, ports: Iterator[int], served: Sequence[str]
 ) -> Iterator[Process]:
-    """The engines. served: options of all for a server that they share, before their own."""
+    """The engines. served: options of all for a shared server, before their own."""
     engines = spec.engines(served)
     arguments = [args for _, _, args in engines]
     cpu = cpu_host.active()
@@ -86,8 +86,8 @@ def _workers(
         port = (spec.port if spec.aggregated else None) or next(ports)
         if role != "engine":
             extra = [*extra, "--disaggregation-mode", role, "--disaggregation-transfer-backend", spec.backend]
-        # The engine's own choice is an ephemeral port, which a connection may have taken by the time it listens. DP
-        # ranks that are engines by themselves would all be given the one that is named here.
+        # By default the engine takes an ephemeral port, which a connection may occupy before the engine listens. DP
+        # ranks that are engines of their own would all get this port.
         if has_option(args, "--enable-dp-attention") or not has_option(args, *DP_OPTIONS):
             extra = [*extra, "--nccl-port", str(next(ports))]
         bootstrap = next(ports) if role == "prefill" else None
@@ -116,7 +116,7 @@ def _engine(
 def _pegaflow_server(
     spec: Spec, options: Sequence[str], inherited: Mapping[str, str], log_dir: Path, ports: Iterator[int]
 ) -> tuple[Process, str]:
-    """A PegaFlow server, which the workers look for when they start, and where it listens: on loopback only."""
+    """A PegaFlow server, which has to run before the workers, and its address (loopback)."""
     port, http_port = next(ports), next(ports)
     command = [spec.executable, *spec.commands.get("pegaflow", ("-m", "pegaflow._server"))]
     endpoint = f"{HOST}:{port}"
@@ -134,7 +134,7 @@ def _router(
     log_dir: Path,
     ports: tuple[int, int],
 ) -> Process:
-    """ports: its own, and that of its metrics."""
+    """ports: its own, and its metrics'."""
     prefill = [(worker.url, worker.bootstrap_port or 0) for worker in workers if worker.role == "prefill"]
     decode = [worker.url for worker in workers if worker.role == "decode"]
     ordinary = [worker.url for worker in workers if worker.role == "engine"]
@@ -149,6 +149,6 @@ def _router(
     for host in spec.hosts.values():
         env |= host.unproxied(env)
     url = f"http://{connectable(spec.host)}:{ports[0]}"
-    # The router asks less and less often for workers that do not answer, so it is quicker to start it after them.
+    # The router polls unready workers less and less often, so it is started after them.
     wave = 1 + max(worker.wave for worker in workers)
     return Process("router", name, url, log_dir / f"{name}.log", command, env, wave=wave)

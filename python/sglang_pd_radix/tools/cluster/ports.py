@@ -1,4 +1,4 @@
-"""Ports of this machine for servers that will be started."""
+"""Free ports of this machine for servers to start."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .options import HOST
 
-# Where an engine with DP attention listens, from its port on: for its DP ranks' handshake, and for its own processes.
+# Offsets from its port at which an engine with DP attention listens: for its DP ranks' handshake and its own processes.
 DP_ATTENTION_OFFSETS = (0, 13, *range(233, 239))
-# From which Mooncake takes ports by lot, those of servers that have yet to bind theirs among them.
+# Mooncake takes random ports of this range, also those of servers that have not bound theirs yet.
 MOONCAKE_PORTS = range(15000, 17001)
 
 
 def free_ports(count: int, host: str = HOST, taken: Collection[int] = (), offsets: Sequence[int] = (0,)) -> list[int]:
-    """``count`` different ports that nothing listens on now, and that are not ``taken``.
+    """``count`` different ports without a listener, not in ``taken``.
 
-    offsets: where a server listens, counted from its port; all of these are free too, and nobody else's.
+    offsets: further ports of a server, relative to its port; these are free and unshared too.
 
-    They lie below the range from which the system takes ports for outgoing connections, and not in `MOONCAKE_PORTS`: a
-    server binds its port many seconds after this call, and somebody else could have taken it by then.
+    They are below the ephemeral range and not in `MOONCAKE_PORTS`: a server binds its port many seconds later.
     """
     try:
         first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""The servers of a deployment as processes of this machine, and what ends all of them."""
+"""The servers of a deployment as processes, and how to end them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .logs import obituary
 
 @dataclass
 class Process:
-    """One server: what it is, where it answers and where it writes.
+    """One server: its role, address and log.
 
-    It starts when all processes of lower ``wave`` are ready. ``ready_s`` is None until it answers its health check.
+    It starts when all processes of lower ``wave`` are ready. ``ready_s``: None until its first healthy answer.
     """
 
     role: str
@@ -40,22 +40,22 @@ class Process:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it is one of the engine's."""
+        """Whether it is an engine."""
         return self.role not in ("router", "pegaflow")
 
     def returncode(self) -> int | None:
-        """Exit status, negative for a signal, None while it runs (or has not been started)."""
+        """Exit status, negative for a signal; None before its end."""
         return self.popen.poll() if self.popen else None
 
     def describe(self) -> dict[str, Any]:
-        """The entry of this process in the JSON file of ``pd-radix up``."""
+        """Its entry in the JSON file of ``pd-radix up``."""
         entry: dict[str, Any] = {"role": self.role, "name": self.name, "url": self.url, "pid": self.pid}
         if self.bootstrap_port is not None:
             entry["bootstrap_port"] = self.bootstrap_port
         return {**entry, "log": str(self.log_path), "command": self.command}
 
     def obituary(self) -> str:
-        """Why it has ended, in words, and the end of its log. It has."""
+        """Why it has ended, and the end of its log. Call after its end."""
         code = self.returncode()
         assert code is not None
         return obituary(self.name, code, self.log_path)

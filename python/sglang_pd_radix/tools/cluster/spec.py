@@ -1,4 +1,4 @@
-"""What a deployment is to be, as plain data."""
+"""The description of a deployment, as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .options import HOST, RoleArgs, RoleEnv, api_key, option_value, per_worker,
 
 
 class Host(Protocol):
-    """Another host than this one, on which workers run; the storms of a checkout make two."""
+    """Another host for workers; the checkout's storms use two."""
 
     @property
     def address(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Wait until servers are ready and a request goes through, and say meanwhile how far they are."""
+"""Waits until servers are ready and serve a request; reports phases meanwhile."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .local_http import http
 from .logs import current_phase
 from .process import Process, Progress, check_alive
 
-# A socket takes no endless time, which a start may have. Who has had no answer by then asks again.
+# Sockets need a finite time-out, a start does not. A request without an answer by then is repeated.
 LONGEST_REQUEST_S = 86400.0
 
 
 class NotReadyError(PdRadixError):
-    """The time that a start may take is up."""
+    """The start's time is up."""
 
 
 class Startup:
     """The wait of one start, at most ``timeout_s`` seconds from now.
 
-    ``on_progress`` is told of every step. ``on_wait`` is called every 0.1 s, and what it raises ends the wait.
-    ``ended`` is set by whoever gives the servers up. ``watched`` are the processes of which none may end meanwhile.
+    ``on_progress`` is called at every step. ``on_wait`` is called every 0.1 s; what it raises ends the wait. ``ended``
+    is set when the servers are given up. ``watched``: processes of which none may end meanwhile.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Startup:
         self._began = time.monotonic()
 
     def report(self, process: Process | None, phase: str) -> None:
-        """Tell of a phase that is new; of a process, or of the whole."""
+        """Report a new phase, of a process or of the whole."""
         if process is not None:
             if process.phase == phase:
                 return
@@ -52,23 +52,23 @@ class Startup:
             self._on_progress(Progress(process, phase, time.monotonic() - self._began))
 
     def ask(self, processes: Sequence[Process]) -> None:
-        """Ask each until it is healthy, in threads: an answer takes a second or more."""
+        """Poll each until healthy, in threads: an answer takes a second or more."""
         for process in processes:
             threading.Thread(target=self._ask_until_ready, args=(process,), daemon=True).start()
 
     def wait_ready(self, processes: Sequence[Process]) -> None:
-        """Wait until each that is asked is healthy."""
+        """Wait until all polled processes are healthy."""
         while not self.are_ready(processes):
             time.sleep(0.1)
 
     def are_ready(self, processes: Sequence[Process]) -> bool:
-        """Whether each is healthy. Fails at once on a death or when the time is up, and reports phases."""
+        """Whether all are healthy. Raises at once if one ends or the time is up; reports phases."""
         self._watch(lambda: ", ".join(f"{p.name} is {p.phase}" for p in processes if p.ready_s is None), processes)
         self._report_ready(processes)
         return all(process.ready_s is not None for process in processes)
 
     def wait_served(self, url: str, tokenizes: bool = True) -> None:
-        """Send short requests there until one has gone all the way through. tokenizes: else token ids are sent."""
+        """Send short requests until one succeeds. tokenizes: send text instead of token ids."""
         body: dict[str, Any] = {"text": "ready"} if tokenizes else {"input_ids": [1, 2, 3, 4]}
         body["sampling_params"] = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
         answers: list[tuple[int, bytes]] = []
@@ -90,7 +90,7 @@ class Startup:
                 time.sleep(0.2)
 
     def call(self, work: Callable[[], None], doing: Callable[[], str]) -> None:
-        """Have ``work`` done in a thread. The start can end meanwhile, and then says what it was ``doing``."""
+        """Run ``work`` in a thread. doing: text for an error if the start ends meanwhile."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -107,7 +107,7 @@ class Startup:
                 self.report(process, f"ready after {process.ready_s:.1f} s")
 
     def _watch(self, doing: Callable[[], str], starting: Sequence[Process] = ()) -> None:
-        """Fail at once on a death or when the time is up, and report phases."""
+        """Raise at once if a process ends or the time is up; report phases."""
         if self._on_wait:
             self._on_wait()
         check_alive(self._watched)
@@ -120,7 +120,7 @@ class Startup:
                     self.report(process, phase)
 
     def _ask_until_ready(self, process: Process) -> None:
-        # The router answers /health long before it has a worker; /readiness says that it has one of each kind.
+        # The router answers /health before it has a worker; /readiness needs one of each kind.
         path = "/readiness" if process.role == "router" else "/health"
         while not self._ended.is_set() and process.returncode() is None:
             if http(process.url + path, timeout=25)[0] == 200:

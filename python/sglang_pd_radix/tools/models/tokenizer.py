@@ -1,4 +1,4 @@
-"""The tokenizer of made models, whose words survive the way from text to tokens and back; and the chat template."""
+"""The tokenizer of made models, whose words survive a round trip through text; and the chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# Where a model sees: what an image or a video stands between, and what is put there for each part of it.
+# Of models with vision: delimiters of an image or video, and the placeholder of each part.
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
 # The assistant's text is trimmed and put behind one space: a client that strips the answer it got changes nothing, and

@@ -1,4 +1,4 @@
-"""One look at all workers of a deployment: requests, tree, pool, bytes, failures, and the oldest requests."""
+"""Reads all workers of a deployment once: requests, tree, pool, bytes, failures, oldest requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sglang_pd_radix.errors import PdRadixError
 from ..cluster.local_http import http, status_text
 from .texts import printable
 
-# Seconds for which a worker may take to answer.
+# Time-out of an answer, seconds.
 TIMEOUT_S = 5.0
-# And for which it may take to accept a connection, before anything else is asked of it.
+# Time-out of a connection, which is tried before any query.
 CONNECT_S = 1.5
-# The error of a worker that is asked in vain, and of one of a pair that answers, and has no figures for its requests.
+# Errors of a worker: no answer; and, for a PD worker, an answer without requests.
 SILENT = "does not answer"
 UNTOLD = "does not tell its requests: without this package, or with an older one"
-# Of a gateway with --dp-aware, behind the address of a worker: each of its DP ranks is one there.
+# Suffix of DP ranks behind a worker's address, from a gateway with --dp-aware.
 _RANK = re.compile(r"@\d+$")
-# What can be asked. Without brackets the port of an IPv6 address could not be told from its end.
+# Valid URLs. An IPv6 address needs brackets, which separate it from the port.
 _URL = re.compile(r"https?://([^/@\s]+@)?(\[[^\]/\s]+\]|[^:/@\[\]\s]+)(:(?P<port>\d+))?(/\S*)?")
-# Counters of a rank: prefill's, decode's and those of both. Ours to theirs.
+# Counters of prefill, of decode and of both: our name to the metric's.
 _COUNTERS = {
     "sent_bytes": "sglang:kv_transfer_sent_bytes_total",
     "saved_bytes": "sglang:kv_transfer_saved_bytes_total",
@@ -38,24 +38,23 @@ _COUNTERS = {
     "failures": "sglang:kv_transfer_failures_total",
     "peers_lost": "sglang:kv_transfer_peers_lost_total",
 }
-# What a rank tells of its pool, in tokens.
+# A rank's pool figures, in tokens.
 _TOKENS = ("size", "available", "evictable", "protected")
-# What reading JSON raises that is none, is nested too deeply, or has other things in it than are looked for.
+# Errors from reading JSON that is invalid, nested too deeply, or of another structure.
 _OTHER = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 class _Odd(ValueError):
-    """A worker tells a figure that is none. The message names it."""
+    """A worker reports an invalid figure. The message names it."""
 
 
 @dataclass
 class Rank:
-    """A DP rank of a worker, or a worker that has none; ``error``: why it could not be looked at.
+    """A DP rank of a worker, or a worker without DP. ``error``: why it could not be read.
 
-    requests: by state. pool: tokens. counters: since the start of the worker, by `_COUNTERS`; empty without
-    --enable-metrics. rates: the same for each second since the look before; empty at the first. in_step_s: seconds
-    since its scheduler was last heard of or, first, asked; None unless its HTTP server answers and its scheduler, which
-    is in a step, does not.
+    requests: by state. pool: tokens. counters: since the worker's start, by `_COUNTERS`; empty without
+    --enable-metrics. rates: per second since the last look; empty at the first. in_step_s: seconds since its scheduler
+    last answered or was first queried; None unless the HTTP server answers and the scheduler, busy in a step, does not.
     """
 
     worker: str
@@ -73,7 +72,7 @@ class Rank:
 
     @property
     def unheard(self) -> bool:
-        """Whether it may answer the next time."""
+        """Whether a retry may succeed."""
         return self.error == SILENT or self.in_step_s is not None
 
     @property
@@ -83,7 +82,7 @@ class Rank:
 
     @property
     def held_part(self) -> float | None:
-        """Part of the prompt tokens that the tree held, of late; since the start if there were none of late."""
+        """Part of recent prompt tokens that the tree held; since the start if there were none."""
         for figures in (self.rates, self.counters):
             if figures.get("prompt_tokens"):
                 return figures.get("held_tokens", 0) / figures["prompt_tokens"]
@@ -91,13 +90,13 @@ class Rank:
 
     @property
     def queued(self) -> int:
-        """Requests that are here and do not run."""
+        """Requests that are here and not running."""
         return sum(count for state, count in self.requests.items() if state != "running")
 
 
 @dataclass
 class Look:
-    """All workers at one moment. oldest: the requests that have been there longest, with their ``worker``."""
+    """All workers at one moment. oldest: the oldest requests, with their ``worker``."""
 
     at: float
     ranks: list[Rank]
@@ -110,7 +109,7 @@ class Look:
 
 
 def totals(ranks: Iterable[Rank]) -> dict[str, Any]:
-    """Over all of them: what there is of each counter and rate, and requests by role and state."""
+    """Totals of counters and rates, and requests by role and state."""
     sums: dict[str, Any] = {"requests": {}, "counters": {}, "rates": {}}
     for rank in ranks:
         of_role = sums["requests"].setdefault(rank.role, {})
@@ -122,7 +121,7 @@ def totals(ranks: Iterable[Rank]) -> dict[str, Any]:
 
 
 def base_url(address: str) -> str:
-    """``HOST:PORT``, or a URL, as a URL that paths are appended to. Raises PdRadixError for what is neither."""
+    """``HOST:PORT`` or a URL as a base URL. Raises PdRadixError for anything else."""
     url = (address if "//" in address else f"http://{address}").rstrip("/")
     parts = _URL.fullmatch(url)
     if parts is None or int(parts["port"] or 80) > 65535:
@@ -131,7 +130,7 @@ def base_url(address: str) -> str:
 
 
 def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) -> list[str]:
-    """The workers to look at: named, known to a gateway, or of a file of ``pd-radix up --json``.
+    """The workers: named, from a gateway, or from a file of ``pd-radix up --json``.
 
     Raises PdRadixError if there are none.
     """
@@ -153,7 +152,7 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
 
 
 def check_listening(urls: Sequence[str]) -> None:
-    """Raise PdRadixError if nothing takes connections at any of ``urls``."""
+    """Raise PdRadixError if none of ``urls`` accepts connections."""
     with ThreadPoolExecutor(len(urls)) as pool:
         wrong = list(pool.map(_unreached, urls))
     if all(wrong):
@@ -161,7 +160,7 @@ def check_listening(urls: Sequence[str]) -> None:
 
 
 def _unreached(url: str) -> str:
-    """Why nothing takes a connection at the address of ``url``; "" if something does."""
+    """Why the address of ``url`` does not accept connections; "" if it does."""
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -172,19 +171,19 @@ def _unreached(url: str) -> str:
 
 
 class Unheard(PdRadixError):
-    """Something did not answer, and may the next time."""
+    """No answer; a retry may succeed."""
 
 
 def gateway_workers(gateway: str) -> list[dict[str, Any]]:
-    """What a gateway says of each of its workers; of several, their DP ranks, the ``url`` is the same.
+    """A gateway's entries of its workers; DP ranks of one worker have the same ``url``.
 
-    Raises PdRadixError if it does not; `Unheard` if it does not answer.
+    Raises PdRadixError on an error, `Unheard` without an answer.
     """
     url = base_url(gateway) + "/workers"
     status, content = http(url, timeout=TIMEOUT_S)
     if not status:
         said = content.decode(errors="replace")
-        # Of a connection that was refused, this comes last.
+        # A refused connection is named last.
         why = re.search(r"\[Errno -?\d+\] ([\w ]+)", said)
         raise Unheard(f"{url} does not answer: {printable(why[1] if why else said[:200])}")
     try:
@@ -196,16 +195,16 @@ def gateway_workers(gateway: str) -> list[dict[str, Any]]:
 
 
 class Reader:
-    """Looks at workers again and again; keeps the last look for the rates."""
+    """Reads workers repeatedly; keeps the last look for the rates."""
 
     def __init__(self, urls: Sequence[str]):
         self.urls = urls
         self._before: dict[str, tuple[float, Mapping[str, float]]] = {}
-        # When each worker was last heard, or first asked, and what it was.
+        # By worker: time of its last answer or first query, and its last state.
         self._heard: dict[str, tuple[float, Rank]] = {}
 
     def look(self) -> Look:
-        """Ask all workers at once."""
+        """Read all workers at once."""
         with ThreadPoolExecutor(len(self.urls)) as pool:
             read = list(pool.map(_read, self.urls))
         oldest: list[dict[str, Any]] = []
@@ -215,15 +214,15 @@ class Reader:
                 self._hear(rank)
             ranks += of_worker
             oldest += requests
-        # What was counted at the look before, and at no earlier one: a worker that has not answered in between may have
-        # begun anew, and counted past what it had then.
+        # Only from the look before: a worker that did not answer in between may have restarted and counted past its
+        # old figures.
         before, self._before = self._before, {}
         for rank in ranks:
             self._rate(rank, before.get(rank.name))
         return Look(time.time(), ranks, sorted(oldest, key=lambda request: -request["seconds"]))
 
     def _hear(self, rank: Rank) -> None:
-        """Note that a worker has been heard; of one whose scheduler is in a step say what it is, and for how long."""
+        """Note an answer; for a worker with a busy scheduler, fill in its last state and how long it is busy."""
         now = time.monotonic()
         if rank.in_step_s is not None:
             at, last = self._heard.setdefault(rank.worker, (now - rank.in_step_s, rank))
@@ -235,7 +234,7 @@ class Reader:
         now = time.monotonic()
         if before is not None and now > before[0]:
             past = {name: value - before[1].get(name, 0.0) for name, value in rank.counters.items()}
-            # A worker that has begun anew counts from 0.
+            # A restarted worker counts from 0.
             if all(value >= 0 for value in past.values()):
                 rank.rates = {name: value / (now - before[0]) for name, value in past.items()}
         if rank.counters:
@@ -243,7 +242,7 @@ class Reader:
 
 
 def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
-    """The ranks of one worker, and its oldest requests; at least one rank, one with an error if it cannot be read."""
+    """The ranks of one worker, at least one, and its oldest requests; a rank with an error if it cannot be read."""
     worker = url.partition("//")[2]
     status, content = http(url + "/server_info", timeout=TIMEOUT_S)
     said = content.decode(errors="replace")
@@ -254,10 +253,10 @@ def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
     except _Odd as odd:
         said = str(odd)
     except _OTHER:
-        # Something else listens there, or stands before it.
+        # Another program, or a proxy in front of the worker.
         pass
     if not status and http(url + "/model_info", timeout=TIMEOUT_S)[0] == 200:
-        # Which its HTTP server answers by itself.
+        # The HTTP server answers this without the scheduler.
         return [Rank(worker, in_step_s=TIMEOUT_S)], []
     said = printable(said[:80]) if status else SILENT
     return [Rank(worker, error=f"{status_text(status)}: {said}" if status else said)], []
@@ -266,13 +265,13 @@ def _read(url: str) -> tuple[list[Rank], list[dict[str, Any]]]:
 def _ranks(
     worker: str, info: dict[str, Any], counted: Mapping[str, dict[str, float]]
 ) -> tuple[list[Rank], list[dict[str, Any]]]:
-    """What a worker says of its ranks and of its oldest requests. Of what is none, errors of many kinds."""
+    """A worker's ranks and oldest requests. Raises various errors for invalid data."""
     states = info["internal_states"]
     mode = info.get("disaggregation_mode") or "?"
     if not isinstance(mode, str):
         raise _Odd(f"disaggregation_mode is {json.dumps(mode)}")
     role = "engine" if mode == "null" else mode
-    # They come in the order in which they answered; one of an older version does not say which it is.
+    # In order of their answers; older versions do not name the rank.
     pools = [state.get("kv_pool", {}) for state in states]
     for pool in pools:
         _check(pool)
@@ -297,7 +296,7 @@ def _ranks(
 
 
 def _is_number(value: Any) -> bool:
-    # Neither NaN nor what could not be divided.
+    # Excludes NaN and infinity.
     return isinstance(value, (int, float)) and abs(value) < 2**63
 
 
@@ -318,16 +317,16 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _check(pool: dict[str, Any]) -> None:
-    """Raise _Odd for a figure of a rank that is not of its kind: added or sorted, it would end the whole look."""
+    """Raise _Odd for an invalid figure: a sum or sort with it would fail for all workers."""
     for name, fits in _KINDS.items():
         if name in pool and not fits(pool[name]):
             raise _Odd(f"{name} is {json.dumps(pool[name])}")
 
 
 def engine_requests(url: str) -> int | None:
-    """How many requests the engine says that a worker has in its queues and its running batch; None if it does not.
+    """The engine's number of queued and running requests; None if unavailable.
 
-    Those that a prefill computes or sends are in neither.
+    Requests that prefill computes or sends are not included.
     """
     status, content = http(url + "/get_load", timeout=TIMEOUT_S)
     try:
@@ -337,7 +336,7 @@ def engine_requests(url: str) -> int | None:
 
 
 def _counters(url: str) -> dict[str, dict[str, float]]:
-    """The counters of a worker by the label of its DP ranks, which is empty where there is one."""
+    """A worker's counters by DP rank label, which is empty without DP."""
     from prometheus_client.parser import text_string_to_metric_families
 
     status, content = http(url + "/metrics", timeout=TIMEOUT_S)
@@ -348,7 +347,7 @@ def _counters(url: str) -> dict[str, dict[str, float]]:
     try:
         families = list(text_string_to_metric_families(content.decode(errors="replace")))
     except (ValueError, IndexError):
-        # A page of something that stands before the worker.
+        # A page of a proxy.
         return found
     for family in families:
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""The live view of a terminal: a table of workers and one of requests, looked at again and again."""
+"""The live view in a terminal: a table of workers and one of requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "End"),
-        # Before the screen's own, which copies a selection.
+        # Overrides the screen's own binding, which copies a selection.
         Binding("ctrl+c", "quit", show=False, priority=True),
         ("less_than_sign", "column(-1)", "Left"),
         ("greater_than_sign", "column(1)", "Right"),
@@ -46,7 +46,7 @@ class Top(App[None]):
     ]
 
     class Looked(Message):
-        """All workers have been looked at; or not, and ``trouble`` says why."""
+        """All workers have been read; ``trouble``: why not."""
 
         def __init__(self, look: Look | None, trouble: str = ""):
             super().__init__()
@@ -68,11 +68,11 @@ class Top(App[None]):
         yield Footer()
 
     async def run_async(self, **options: Any) -> None:
-        """Run it; signals end it as a key does, so that the terminal is given back as it was."""
+        """Run it; signals end it like a key, so that the terminal is restored."""
         loop = asyncio.get_running_loop()
 
         def end(signum: int, frame: FrameType | None) -> None:
-            # A second one is obeyed at once, whatever this is busy with.
+            # A second signal ends it at once.
             signal.signal(signum, signal.SIG_DFL)
             loop.call_soon_threadsafe(self.exit, None, 128 + signum)
 
@@ -80,13 +80,13 @@ class Top(App[None]):
             await super().run_async(**options)
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start reading."""
         self.query_one("#requests", DataTable).add_columns(*REQUESTS)
         self.set_interval(self._interval, self._begin_look)
         self._begin_look()
 
     def _begin_look(self) -> None:
-        # One that takes longer than the interval is waited for.
+        # A look that takes longer than the interval delays the next one.
         if not any(worker.is_running for worker in self.workers if worker.group == "look"):
             self.run_worker(self._take_look, thread=True, group="look", exit_on_error=False)
 
@@ -94,18 +94,18 @@ class Top(App[None]):
         try:
             looked = self.Looked(self._reader.look())
         except Exception as error:
-            # Untold, the old figures would be taken for those of now.
+            # Report it: otherwise old figures would seem current.
             looked = self.Looked(None, f"cannot look: {type(error).__name__}: {error}")
-        # Without waiting for its being shown: who has asked for the end meanwhile would wait for that for ever.
+        # Not awaited: after a request to end, that would block for ever.
         self.post_message(looked)
 
     def on_top_looked(self, message: Looked) -> None:
-        """Show what has been seen, or that nothing has."""
+        """Show the figures, or the trouble."""
         self._look, self._trouble = message.look or self._look, message.trouble
         self._show()
 
     def action_column(self, step: int) -> None:
-        """Sort by the next column to the right, or the left."""
+        """Sort by the next column to the right or left."""
         self.action_sort(ORDER[(ORDER.index(self.sorted_by) + step) % len(ORDER)])
 
     def action_sort(self, column: str) -> None:
@@ -114,14 +114,14 @@ class Top(App[None]):
         self._show()
 
     def action_turn(self) -> None:
-        """Turn the order."""
+        """Reverse the order."""
         self.turned = not self.turned
         self._show()
 
     def _show(self) -> None:
         look = self._look
         if not self.query("#summary"):
-            # A look that came as this ends, and the screen has been taken down.
+            # The screen has been taken down meanwhile.
             return
         self.query_one("#summary", Static).update(self._summary(look))
         if look is None:
@@ -151,5 +151,5 @@ class Top(App[None]):
         return printable(old + self._trouble)
 
     def _cell(self, told: Any, style: str = "") -> Text:
-        # Dim: not of now.
+        # Dim: not current.
         return Text(printable(str(told)), style="dim" if self._trouble else style)

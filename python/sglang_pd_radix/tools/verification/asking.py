@@ -1,4 +1,4 @@
-"""How `pd-radix verify` asks: answers with their log-probabilities, and the records of what they were made from."""
+"""Requests of `pd-radix verify`: answers with log-probabilities, and records of their KV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..rounding import Answer
 from .kv_record import ByTokens, Record, Records
 from .script import Script, Wave
 
-# Tokens of an answer; and of each place that a score tells of: the likeliest is what a greedy token is held against.
+# Tokens of an answer; and likeliest tokens per place of a score: a greedy token is compared with the first.
 ANSWER_TOKENS, LIKELIEST = 24, 1
 
 Tokens = tuple[int, ...]
@@ -19,8 +19,8 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Run:
-    """One run of all waves: by wave and prompt the answers, how many of the prompt's tokens decode held, the KV at its
-    end, and how many of the prompt's tokens decode computed itself."""
+    """One run of all waves. By wave and prompt: answers, prompt tokens that decode held, KV at the end, and prompt
+    tokens that decode computed."""
 
     answers: list[list[Answer]] = field(default_factory=list)
     held: list[list[int]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Run:
 
 
 def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int, int]:
-    """A greedy answer of `ANSWER_TOKENS` tokens, and how many tokens of the prompt decode held, and computed itself.
+    """A greedy answer of `ANSWER_TOKENS` tokens, and the prompt tokens that decode held, and computed.
 
     Raises PdRadixError.
     """
@@ -46,7 +46,7 @@ def ask(url: str, prompt: Sequence[int]) -> tuple[Answer, int, int]:
 
 
 def ask_alone(url: str, script: Script, records: Records) -> tuple[list[Wave], Run]:
-    """Ask everything one by one. Chats go on with the answers: the waves returned have them in their prompts."""
+    """Send all requests one by one. Chats continue with the answers; the returned waves have them in their prompts."""
     waves, run = script.waves(), Run()
     for wave in waves:
         _ask_wave(url, wave, run, records, at_once=1)
@@ -61,7 +61,7 @@ def ask_alone(url: str, script: Script, records: Records) -> tuple[list[Wave], R
 
 
 def ask_together(url: str, waves: Sequence[Wave], records: Records) -> Run:
-    """Ask wave by wave, each at once."""
+    """Send the requests of each wave at once."""
     run = Run()
     for wave in waves:
         _ask_wave(url, wave, run, records, at_once=len(wave.prompts))
@@ -81,7 +81,7 @@ def _ask_wave(url: str, wave: Wave, run: Run, records: Records, at_once: int) ->
 
 @dataclass
 class Truth:
-    """What prefill says of answers that were given to it: scores, and KV computed anew, by prompt and answer.
+    """Prefill's recomputation of given answers: scores and KV, by prompt and answer.
 
     url: of the prefill worker.
     """
@@ -92,7 +92,7 @@ class Truth:
     kv: ByTokens = field(default_factory=ByTokens)
 
     def learn(self, waves: Sequence[Wave], runs: Iterable[Run]) -> None:
-        """Have all answers scored that are not yet. The caches must be empty, or what they hold is part of it."""
+        """Score all new answers. Caches have to be empty: held KV would enter the scores."""
         self.records.take()
         asked: list[Tokens] = []
         for run in runs:

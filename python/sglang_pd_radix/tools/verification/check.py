@@ -1,4 +1,4 @@
-"""The runs of ``pd-radix verify`` on one deployment: what they ask of which side, and when its caches are emptied."""
+"""The runs of ``pd-radix verify`` on one deployment, and when caches are emptied."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .judging import Found, Judge, Verdict, findings, judge_reuse, same_answers
 from .kv_record import Records
 from .script import Script, Wave
 
-# What a step drafts where its worker does not say.
+# Drafted tokens per step if the worker does not report them.
 DRAFT_TOKENS = 4
 
 
 @dataclass
 class Check:
-    """deployment: of `bench.deploy`, with the sides off and on. info: what a decode worker says of itself."""
+    """deployment: of `bench.deploy`, with sides off and on. info: a decode worker's server info."""
 
     deployment: Any
     script: Script
@@ -35,18 +35,18 @@ class Check:
 
     @property
     def unreadable(self) -> str | None:
-        """The kind of pool whose KV has no record."""
+        """The kind of pool whose KV cannot be recorded, if any."""
         return self.on_records.unreadable
 
     def measure_noise(self) -> list[str]:
-        """Ask the side without the flag, one by one and many at once: what is right differs by this much.
+        """Measure differences between correct runs: the side without the flag, one by one and many at once.
 
-        Returns what its pools held after each and should not.
+        Returns leaks found after each.
         """
         self.deployment.use(self._off)
         url = self.deployment.url(self._off)
         self.waves, self.reference = ask_alone(url, self.script, self.off_records)
-        # Now: all that empties the caches makes such things good.
+        # Before the caches are emptied, which would repair leaks.
         wrong = self.deployment.problems(self._off)
         self.deployment.use(self._off)
         together = ask_together(url, self.waves, self.off_records)
@@ -61,21 +61,21 @@ class Check:
         self.deployment.use(self._on)
 
     def dirty_on(self, tokens: int) -> None:
-        """Have pages of the side with the flag, whose caches are empty after, hold what another prompt left there."""
+        """Fill pages of the side with the flag with another prompt's KV, then empty its caches."""
         self.empty_on()
         ask_together(self.deployment.url(self._on), [Wave("another", [self.script.some(tokens)], [0])], self.on_records)
         self.empty_on()
 
     def ask_on(self) -> Run:
-        """Ask the side with the flag, with what is in its caches."""
+        """Run the side with the flag, with its caches as they are."""
         return ask_together(self.deployment.url(self._on), self.waves, self.on_records)
 
     def problems_on(self) -> list[str]:
-        """What the pools of the side with the flag hold and should not, until a run is judged."""
+        """Leaks in the pools of the side with the flag, until a run is judged."""
         return self.deployment.problems(self._on)
 
     def judge_on(self, verdict: Verdict, runs: dict[str, Run]) -> None:
-        """Judge runs of the side with the flag, by name; of the later ones, all prompts have been asked before."""
+        """Judge named runs of the side with the flag; in later ones all prompts are repeated."""
         self._learn(list(runs.values()))
         for number, (name, run) in enumerate(runs.items()):
             held = self.script.warm(self.waves) if number else self.waves
@@ -84,16 +84,16 @@ class Check:
             judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name, bigrams)
 
     def stop_records(self) -> None:
-        """What follows is measured, and not looked into."""
+        """Stop recording: measurements follow."""
         for records in (self.prefill_records, self.off_records, self.on_records):
             records.stop()
 
     def _findings(self, run: Run) -> list[Found]:
-        # Decode keeps out of the tree what the draft model has not seen: at the most what a step verifies.
+        # Decode keeps tokens without draft KV out of the tree: at most the tokens verified in a step.
         drafts = self.info.get("speculative_num_draft_tokens") or DRAFT_TOKENS
         return findings(self.waves, run, self.truth, drafts if self.info.get("speculative_algorithm") else 0)
 
     def _learn(self, runs: list[Run]) -> None:
-        """Prefill's cache is emptied first, so all is computed anew; the side with the flag is left as it is."""
+        """Empties prefill's cache first, so that all is recomputed; does not touch the side with the flag."""
         self.deployment.use(self._off)
         self.truth.learn(self.waves, runs)

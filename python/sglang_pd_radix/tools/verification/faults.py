@@ -1,7 +1,7 @@
-"""Faults of KV in a decode worker, one at a time, for ``pd-radix verify --self-test``: would the verdict find them?
+"""Injects KV faults into a decode worker, one at a time, for ``pd-radix verify --self-test``.
 
-A worker has this only where `worker/sitecustomize.py` is on its path and `ALLOWED` in its environment, which nothing
-but the self-test does. What is to be spoilt is said by a file beside the worker's records, `ORDER`.
+Active only with `worker/sitecustomize.py` on the worker's path and `ALLOWED` in its environment, which only the
+self-test sets. The fault is described by a file beside the worker's records, `ORDER`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .kv_record import DIRECTORY, SCHEDULER, at, buffers_of, bytes_of, rows_of, 
 ALLOWED = "SGLANG_PD_RADIX_SELF_TEST_FAULTS"
 ORDER, DONE = "fault.json", "fault-done"
 
-# What is done to the KV of one request when all of it has arrived, on every rank unless it says otherwise.
+# Faults of one request's KV once all of it has arrived, on every rank unless stated otherwise.
 KINDS = {
     "one page": "another prompt's, in all layers",
     "one token": "another prompt's, in all layers",
@@ -33,14 +33,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Order:
-    """Spoil page ``page`` (from 0) of what is transferred of the first request with this prompt."""
+    """Corrupt page ``page`` (from 0) of the delta of the first request with this prompt."""
 
     kind: str
     prompt: list[int]
     page: int
 
     def give(self, directory: Path) -> None:
-        """To the worker with this directory."""
+        """Write it for the worker with this directory."""
         for path in directory.glob(f"{DONE}*"):
             path.unlink()
         partial = directory / f"{ORDER}.partial"
@@ -49,12 +49,12 @@ class Order:
 
 
 def withdraw(directory: Path) -> None:
-    """Nothing is to be spoilt."""
+    """Remove the order."""
     (directory / ORDER).unlink(missing_ok=True)
 
 
 def done(directory: Path) -> bool:
-    """Whether the last order was carried out, on a rank at least."""
+    """Whether the last order was carried out, on at least one rank."""
     return any(directory.glob(f"{DONE}*"))
 
 
@@ -62,7 +62,7 @@ def done(directory: Path) -> bool:
 
 
 def install() -> None:
-    """Have the scheduler of this process, once it is imported and has its pools, carry out orders."""
+    """Carry out orders in this process's scheduler, once it is imported and has its pools."""
     import wrapt
 
     wrapt.register_post_import_hook(_patch, SCHEDULER)
@@ -90,7 +90,7 @@ def _patch(module: Any) -> None:
     decode.DecodeTransferQueue._commit_transfer_to_req = commit_transfer
 
 
-# A scheduler is a process.
+# One scheduler per process.
 _of_this_process: list[Faults] = []
 
 
@@ -105,7 +105,7 @@ def _watch(scheduler: Any) -> None:
         faults.ended()
         return found
 
-    # Outside of the record's: what is put right at the end is right in the record.
+    # Outside of the recorder's wrapper: what is repaired at the end is recorded as repaired.
     scheduler.tree_cache.cache_finished_req = finish_and_spoil
 
 
@@ -119,7 +119,7 @@ class Faults:
         self._layers = len(kinds[0]) if kinds else 0
         self._buffers = [buffer for buffers in kinds for buffer in buffers]
         self._page = scheduler.token_to_kv_pool_allocator.page_size
-        # KV of a page of another prompt; what the pages of an ordered request had before; and what is to be done later.
+        # KV of another prompt's page; earlier content of an ordered request's pages; and pending work.
         self._other: list[Any] | None = None
         self._before: list[Any] | None = None
         self._at_end: tuple[str, Any, list[Any]] | None = None
@@ -127,13 +127,13 @@ class Faults:
         self._carried_out: str | None = None
 
     def asked(self, req: Any) -> None:
-        """Before anything of the request is sent."""
+        """Called before any KV of the request is sent."""
         order = self._order_for(req)
         if order is not None and order.kind == "a stale page":
             self._before = self._read(self._slots(req, order.page))
 
     def arrived(self, req: Any) -> None:
-        """When all of it has come, and before it is read or enters the tree."""
+        """Called when all KV has arrived, before it is read or enters the tree."""
         order = self._order_for(req)
         if order is None:
             if len(req.origin_input_ids) - self._prefix(req) >= self._page:
@@ -163,7 +163,7 @@ class Faults:
         self._tell()
 
     def ends(self, req: Any) -> None:
-        """Before the request's KV goes into the tree."""
+        """Called before the request's KV enters the tree."""
         if self._at_end is None or not self._is_ordered(req):
             return
         what, slots, rows = self._at_end
@@ -174,7 +174,7 @@ class Faults:
             self._late = (slots, rows)
 
     def ended(self) -> None:
-        """And after."""
+        """Called after that."""
         if self._late is not None:
             self._write(*self._late)
             self._late = None
@@ -218,7 +218,7 @@ class Faults:
         return [rows_of(buffer, slots) for buffer in self._buffers]
 
     def _write(self, slots: Any, rows: list[Any] | None, layer: int | None = None) -> None:
-        """Into all layers, or into one of them."""
+        """Write to all layers, or to one."""
         for i, (buffer, values) in enumerate(zip(self._buffers, rows or [], strict=True)):
             if layer is None or i % self._layers == layer:
                 bytes_of(buffer)[at(buffer, slots)] = bytes_of(values)

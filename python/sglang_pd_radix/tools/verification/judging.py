@@ -1,4 +1,4 @@
-"""What `pd-radix verify` makes of the answers: each against prefill's own pass over the same tokens."""
+"""Judges the answers of `pd-radix verify` against prefill's recomputation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .asking import Run, Truth
 from .kv_record import KvDifference, kv_difference
 from .script import Wave
 
-# What KV may be off by, in parts of its size, whatever the noise; and what it may be off by where there is none. By
-# what was measured, see docs/evidence.md#verdicts-2026-11-23: that of another token is off by about 1.
+# Upper bounds of KV deviation relative to its size: of the limit, and without noise. Measured, see
+# docs/evidence.md#verdicts-2026-11-23; another token's KV deviates by about 1.
 KV_CEILINGS = {"float32": 0.01, "": 0.3}
 KV_LEAST_LIMIT = 1e-4
-# Of each part of a run so many failures are told one by one.
+# Failures reported singly for each part of a run.
 MOST_TOLD = 8
 
 
 @dataclass
 class Part:
-    """What was found in one part. ``failures`` make it FAILED; ``unknown`` has why it could not be judged.
+    """Findings of one part. ``failures`` make it FAILED; ``unknown``: why it could not be judged.
 
-    left_out: whether it does not exist here.
+    left_out: it does not exist here.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -45,9 +45,9 @@ class Part:
 
 @dataclass
 class Verdict:
-    """What was found, by part: the rows of a table.
+    """Findings by part: the rows of a table.
 
-    found_by: how much is wrong by what says so: answers, KV, reuse.
+    found_by: worst findings by source: answers, KV, reuse.
     """
 
     setting: dict[str, Any]
@@ -56,7 +56,7 @@ class Verdict:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def part(self, name: str) -> Part:
-        """The row of that name, which is added if it is not there."""
+        """The row of that name, added if missing."""
         return self.table.setdefault(name, Part())
 
     @property
@@ -73,19 +73,19 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """Passed is only what was judged, all of it."""
+        """PASSED only if all parts were judged."""
         results = {part.result for part in self.table.values()}
         return "FAILED" if "FAILED" in results else "PASSED" if results <= {"ok", "n/a"} else "CANNOT BE JUDGED HERE"
 
     @property
     def sentence(self) -> str:
-        """The verdict in one line."""
+        """The verdict as one line."""
         named = [name for name, part in self.table.items() if part.result not in ("ok", "n/a")]
         return f"pd-radix verify: {self.word}" + (f": {'; '.join(named)}" if named else "")
 
     @property
     def text(self) -> str:
-        """For a terminal and for a report: the setting, the table, and the verdict in its last line."""
+        """For terminals and reports: setting, table, and the verdict in the last line."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -97,7 +97,7 @@ class Verdict:
         for name, part in self.table.items():
             means = part.failures + part.unknown or part.lines
             table.add_row(Text(name), part.result, Text("\n".join(means)))
-        # In a file nothing says how wide a line may be.
+        # A file has no line width.
         width = shutil.get_terminal_size((120, 24)).columns
         console = Console(file=io.StringIO(), width=width, color_system=None)
         with console.capture() as shown:
@@ -114,9 +114,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: its wave and number in it (from 1), how far it is from its score, and its KV from prefill's.
+    """One answer: its wave and number (from 1), its deviation from the score, and its KV's from prefill's.
 
-    missing: ranks (or, of none at all, -1) whose KV could not be compared.
+    missing: ranks whose KV could not be compared; -1: of all ranks.
     """
 
     wave: str
@@ -131,9 +131,9 @@ class Found:
 
 
 def findings(waves: Sequence[Wave], run: Run, truth: Truth, may_lack: int = 0) -> list[Found]:
-    """Compare all answers of a run, and what they were made from, to what prefill says of them.
+    """Compare all answers of a run, and their KV, with prefill's recomputation.
 
-    may_lack: tokens at the end of each of which there need be no KV, see `kv_difference`.
+    may_lack: tokens at the end of each that may have no KV, see `kv_difference`.
     """
     return list(_findings(waves, run, truth, may_lack))
 
@@ -155,8 +155,8 @@ def _findings(waves: Sequence[Wave], run: Run, truth: Truth, may_lack: int) -> I
 
 @dataclass(frozen=True)
 class Judge:
-    """Knows what rounding does here. answers: limits of log-probabilities. kv_limit: of KV, in parts of its size;
-    kv_noise: what it is off by in runs without a cache, None where KV has no record."""
+    """Limits for this machine. answers: of log-probabilities. kv_limit: of KV, relative to its size. kv_noise:
+    deviation in runs without a cache; None if KV cannot be recorded."""
 
     answers: Limits
     kv_limit: float
@@ -164,14 +164,14 @@ class Judge:
 
     @classmethod
     def of(cls, noise: Sequence[Found], dtype: str, has_kv: bool = True) -> Judge:
-        """From the answers of runs in which decode had no cache."""
+        """From answers of runs without a cache on decode."""
         ceiling = KV_CEILINGS.get(dtype.removeprefix("torch."), KV_CEILINGS[""])
         kv_noise = max((d.most for found in noise for d in found.kv), default=math.inf) if has_kv else None
         limit = min(ceiling, max(KV_LEAST_LIMIT, MARGIN * (kv_noise or 0)))
         return cls(Limits.of((found.deviation for found in noise), dtype), limit, kv_noise)
 
     def judge_noise(self, verdict: Verdict) -> None:
-        """Whether rounding is small enough here to be told from a fault."""
+        """Check that rounding is small enough to detect faults."""
         part = verdict.part("rounding")
         part.lines.append("small enough to be told from a fault, by what decode without a cache does")
         if self.answers.unjudgeable:
@@ -183,7 +183,7 @@ class Judge:
             )
 
     def judge(self, verdict: Verdict, found: Sequence[Found], what: str, same: int) -> None:
-        """Judge one run with the flag. same: how many answers have the tokens that the reference has."""
+        """Judge one run with the flag. same: number of answers equal to the reference's."""
         self._judge_answers(verdict, found, what, same)
         if self.kv_noise is not None:
             self._judge_kv(verdict, found, what)
@@ -245,7 +245,7 @@ def _tell(verdict: Verdict, by: str, what: str, failures: list[str]) -> None:
 
 
 def same_answers(reference: Run, run: Run) -> int:
-    """How many answers have the same tokens in both."""
+    """Number of answers with equal tokens in both."""
     pairs = zip(reference.answers, run.answers, strict=True)
     return sum(a.tokens == b.tokens for one, other in pairs for a, b in zip(one, other, strict=True))
 
@@ -259,7 +259,7 @@ def judge_reuse(
     what: str = "cold cache",
     bigrams: bool = False,
 ) -> None:
-    """Whether decode held of each prompt what it must have. bigrams: its keys are pairs of tokens (EAGLE)."""
+    """Check that decode held the expected part of each prompt. bigrams: keys are token pairs (EAGLE)."""
     tokens = sum(sum(wave) for wave in run.held)
     prompts = sum(len(prompt) for wave in waves for prompt in wave.prompts)
     verdict.part(f"{what}, reuse").lines.append(
@@ -270,13 +270,13 @@ def judge_reuse(
     for i, (wave, held) in enumerate(zip(waves, run.held, strict=True)):
         for n, (least, tokens) in enumerate(zip(wave.least_held, held, strict=True)):
             if wave.follows:
-                # Decode holds its own answer, and the prompt has the reference's: up to where these part.
+                # Decode holds its own answer, and the prompt contains the reference's: equal up to where they part.
                 common = _common(reference.answers[i - 1][n].tokens, run.answers[i - 1][n].tokens)
                 if common is not None:
                     most = len(waves[i - 1].prompts[n]) + common
                     least = min(least, max(0, most - bigrams) // page_size * page_size)
             if run.computed and run.computed[i][n]:
-                # Of a prompt that it holds to its end it computes the last token anew, for the first of the answer.
+                # Of a fully held prompt the last token is recomputed for the first output.
                 least = min(least, (len(wave.prompts[n]) - 1) // page_size * page_size)
             if tokens < least:
                 failures.append(f"{what}, {wave.name}, prompt {n + 1}: decode held {tokens} tokens, not {least}")
@@ -284,5 +284,5 @@ def judge_reuse(
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """How many tokens two answers have in common before they part, None if they do not."""
+    """Number of common leading tokens; None if the answers are equal."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)

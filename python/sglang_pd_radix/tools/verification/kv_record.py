@@ -1,9 +1,9 @@
-"""What each answer was made from: the KV of a request, read through its own row of the table when it ends.
+"""Records the KV of each answer, read through the request's req_to_token slot when it ends.
 
-A worker with `DIRECTORY` in its environment writes one file for each request that ends. It has the request's tokens,
-and of each token in each layer a sketch of K and of V: `WIDTH` random projections, whose distances are those of the
-whole vectors to within a fifth or so. KV of the same tokens at the same positions has the same sketch but for rounding,
-whoever computed it; another token's is as far away as it is long.
+A worker with `DIRECTORY` in its environment writes one file per ended request: its tokens, and for each token and layer
+a sketch of K and V. A sketch is `WIDTH` random projections, whose distances match those of the vectors within about a
+fifth. KV of the same tokens at the same positions has the same sketch except for rounding; another token's is as far
+away as it is long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Where a worker writes its records. Without it there are none.
+# The directory for a worker's records; unset: no records.
 DIRECTORY = "SGLANG_PD_RADIX_KV_RECORDS"
 # Projections of each vector.
 WIDTH = 16
@@ -30,8 +30,8 @@ _UNREADABLE, _STOPPED = "unreadable.txt", "stopped"
 
 @dataclass(frozen=True)
 class Record:
-    """One request on one rank. tokens: of the prompt and the answer. prompt: how many are the prompt's. kv: sketches
-    [tokens with KV, buffers, WIDTH]. kinds: of buffers, each of all layers (`NAMES`). rank: of ``ranks`` of
+    """One request on one rank. tokens: of prompt and answer. prompt: number of the prompt's. kv: sketches [tokens with
+    KV, buffers, WIDTH]. kinds: of buffers, each of all layers (`NAMES`). rank: of ``ranks`` of
     attention."""
 
     tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class Record:
 
 
 def install() -> None:
-    """Have the scheduler of this process, once it is imported and has its pools, record what ends."""
+    """Record ended requests in this process's scheduler, once it is imported and has its pools."""
     import wrapt
 
     wrapt.register_post_import_hook(lambda module: when_made(module.Scheduler, _watch), SCHEDULER)
@@ -56,9 +56,9 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def when_made(scheduler_class: Any, do: Callable[[Any], None]) -> None:
-    """Call ``do`` with each scheduler once it has all its parts.
+    """Call ``do`` with each scheduler once it is complete.
 
-    This may come before the patch set: its scheduler, which puts another cache in place, is then made of this one.
+    May be called before the patch set is applied: its scheduler, with another cache, then derives from this one.
     """
     make = scheduler_class.__init__
 
@@ -89,14 +89,14 @@ def _watch(scheduler: Any) -> None:
 
 
 def buffers_of(pool: Any) -> list[list[Any]]:
-    """The buffers of full attention, each [pages, tokens of a page, ...], by layers, of each kind (`NAMES`).
+    """Full-attention buffers, each [pages, tokens of a page, ...], by layers, of each kind (`NAMES`).
 
-    Empty for a pool of another kind.
+    Empty for other kinds of pools.
     """
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
-    # Of a model with linear attention or windows beside it.
+    # Of a hybrid model.
     pool = getattr(pool, "full_kv_pool", pool)
     if type(pool) is MHATokenToKVPool:
         found = [pool.k_buffer, pool.v_buffer]
@@ -115,7 +115,7 @@ def buffers_of(pool: Any) -> list[list[Any]]:
 
 
 def bytes_of(buffer: Any) -> Any:
-    """The same memory as bytes. torch has no index of eight-bit floats on a CPU."""
+    """The memory as bytes: torch cannot index eight-bit floats on a CPU."""
     import torch
 
     return buffer.view(torch.uint8)
@@ -127,7 +127,7 @@ def rows_of(buffer: Any, slots: Any) -> Any:
 
 
 def at(buffer: Any, slots: Any) -> tuple[Any, Any]:
-    """Where in a buffer the rows ``slots`` are."""
+    """The place of the rows ``slots`` in a buffer."""
     return slots // buffer.shape[1], slots % buffer.shape[1]
 
 
@@ -141,7 +141,7 @@ class Recorder:
         self._count = 0
 
     def sketch(self, slots: Any) -> npt.NDArray[np.float32]:
-        """[slots, buffers, WIDTH]. Waits for the device."""
+        """[slots, buffers, WIDTH]. Synchronizes with the device."""
         import torch
 
         rows = []
@@ -151,11 +151,11 @@ class Recorder:
         return torch.stack(rows, 1).cpu().numpy()
 
     def write(self, req: Any, row: Any) -> None:
-        """row: the request's row of the table."""
+        """row: the request's req_to_token row."""
         if (self._directory / _STOPPED).exists():
             return
         tokens = [*req.origin_input_ids, *req.output_ids]
-        # With overlapped steps one more slot is the request's, which the step in flight has yet to write.
+        # With overlapped steps the request has one more slot, which the step in flight has yet to write.
         known = min(req.kv_committed_len, len(tokens) - 1)
         final = self._directory / f"{os.getpid()}-{self._count:06}.npz"
         self._count += 1
@@ -171,7 +171,7 @@ class Recorder:
 
 
 def signs(width: int) -> npt.NDArray[np.float32]:
-    """The projections of vectors of ``width`` numbers, [width, WIDTH]: the same in every process."""
+    """Projections of vectors of ``width`` numbers, [width, WIDTH]; equal in all processes."""
     rnd = np.random.Generator(np.random.PCG64(width))
     return (rnd.integers(0, 2, (width, WIDTH)) * 2 - 1).astype(np.float32) / np.float32(np.sqrt(WIDTH))
 
@@ -180,7 +180,7 @@ def signs(width: int) -> npt.NDArray[np.float32]:
 
 
 class Records:
-    """What the workers that were given this directory have written."""
+    """Records written by the workers with this directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -188,16 +188,16 @@ class Records:
 
     @property
     def unreadable(self) -> str | None:
-        """The kind of pool that has no records, None where there are some."""
+        """The kind of pool that cannot be recorded, if any."""
         path = self.directory / _UNREADABLE
         return path.read_text() if path.exists() else None
 
     def stop(self) -> None:
-        """No more are wanted: what follows is to run undisturbed."""
+        """Stop recording."""
         (self.directory / _STOPPED).touch()
 
     def take(self) -> list[Record]:
-        """All that is there, in the order in which it was written by each worker; it is taken away."""
+        """Remove and return all records, in each worker's order."""
         found = []
         for path in sorted(self.directory.glob("*.npz")):
             with np.load(path) as file:
@@ -207,10 +207,10 @@ class Records:
         return found
 
     def take_all_of(self, wanted: Iterable[tuple[int, ...]], whole: bool = True, wait_s: float = 10.0) -> ByTokens:
-        """The records of the requests with these tokens, by them, one of each rank; others are dropped.
+        """Take the records of the requests with these tokens, one per rank; drop others.
 
-        whole: whether the tokens are those of prompt and answer, or of the prompt alone. A rank may be a little behind
-        the one that answers: they are waited for. What is missing after that is missing.
+        whole: tokens are of prompt and answer, not of the prompt alone. Waits for ranks behind the one that answers;
+        later records count as missing.
         """
         missing, found, end = set(wanted), ByTokens(), time.monotonic() + wait_s
         while missing and not self.unreadable:
@@ -229,11 +229,11 @@ class Records:
 
 
 class ByTokens(dict[tuple[int, ...], dict[int, Record]]):
-    """Records by the tokens of a request, and by rank."""
+    """Records by a request's tokens, and by rank."""
 
 
 def environment(directory: Path, inherited: dict[str, str]) -> dict[str, str]:
-    """What a worker needs in its environment to write records to ``directory``."""
+    """Environment of a worker that writes records to ``directory``."""
     path = [str(Path(__file__).parent / "worker"), *filter(None, [inherited.get("PYTHONPATH")])]
     return {DIRECTORY: str(directory), "PYTHONPATH": os.pathsep.join(path)}
 
@@ -243,9 +243,9 @@ def environment(directory: Path, inherited: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class KvDifference:
-    """How far KV is from what it should be, in parts of its size: the most of all, and where that is.
+    """Largest deviation of KV relative to its size, and its place.
 
-    token: its place in the request. layer, kind: of which layer what (`NAMES`). tokens: how many were compared.
+    token: index in the request. layer, kind: of which layer what (`NAMES`). tokens: number compared.
     """
 
     most: float
@@ -264,8 +264,8 @@ class KvDifference:
 def kv_difference(seen: Record, truth: Record, may_lack: int = 0) -> KvDifference:
     """Compare two records of the same tokens on the same rank.
 
-    A number that is none is infinitely far, and so is KV that either of them lacks. Of the last token there is none,
-    nor need there be of ``may_lack`` before it: with speculation, of what was accepted in the last step.
+    NaN counts as infinite, and so does KV missing in either. The last token has none; with speculation ``may_lack``
+    tokens before it, accepted in the last step, may have none either.
     """
     tokens, expected = min(len(seen.kv), len(truth.kv)), max(1, len(seen.tokens) - 1 - may_lack)
     if tokens < expected:
@@ -273,7 +273,7 @@ def kv_difference(seen: Record, truth: Record, may_lack: int = 0) -> KvDifferenc
     a, b = seen.kv[:tokens].astype(np.float64), truth.kv[:tokens].astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart, size = np.linalg.norm(a - b, axis=-1), np.linalg.norm(b, axis=-1)
-        # A vector that is small among its like is rounded as they are.
+        # A small vector is rounded like its larger neighbours.
         parts = apart / np.maximum(np.maximum(size, np.median(size, axis=0)), np.finfo(np.float64).tiny)
     parts = np.where(np.isfinite(parts), parts, np.inf)
     token, buffer = np.unravel_index(int(parts.argmax()), parts.shape)

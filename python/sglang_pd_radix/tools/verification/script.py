@@ -1,4 +1,4 @@
-"""What `pd-radix verify` asks: prompts in waves, each of which finds the cache in another state."""
+"""The prompts of `pd-radix verify`, in waves that find the cache in different states."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wave:
-    """Prompts that are asked at the same time. least_held: tokens of each that decode must have held by then.
+    """Prompts sent at the same time. least_held: tokens of each that decode has to hold by then.
 
-    follows: whether each goes on with the reference's answer to the prompt at its place in the wave before.
+    follows: each continues the reference's answer to the same prompt of the wave before.
     """
 
     name: str
@@ -20,23 +20,23 @@ class Wave:
 
 
 class Script:
-    """The prompts. ``words``: ids to make them of. Lengths in tokens. bigrams: whether the cache's keys are pairs of
-    tokens (EAGLE), so that the last token of what it holds cannot be used again. small: no herd, and no chats."""
+    """The prompts. ``words``: token ids to use. Lengths in tokens. bigrams: keys are token pairs (EAGLE), so the last
+    token of a match cannot be reused. small: without herd and chats."""
 
     def __init__(self, words: range, page_size: int, seed: int, bigrams: bool = False, small: bool = False) -> None:
         self._words, self._page, self._rnd, self._bigrams = words, page_size, random.Random(seed), bigrams
         self._small = small
 
     def some(self, count: int) -> list[int]:
-        """So many tokens."""
+        """``count`` random tokens."""
         return [self._rnd.choice(self._words) for _ in range(count)]
 
     def held_of(self, count: int) -> int:
-        """Of ``count`` tokens that were answered, those that can be used again: whole pages."""
+        """Tokens reusable of ``count`` answered ones: whole pages."""
         return max(0, count - self._bigrams) // self._page * self._page
 
     def waves(self) -> list[Wave]:
-        """All but the chats."""
+        """All waves except chats."""
         page = self._page
         new = [self.some(count) for count in (page, 3 * page + 1, 5 * page + page // 2, 300 + page, 1000 + page)]
         longer = [[*prompt, *self.some(20)] for prompt in new]
@@ -58,21 +58,21 @@ class Script:
         ]
 
     def questions(self, clients: int = 4, turns: int = 3) -> list[list[list[int]]]:
-        """What each client adds to its history in each turn, by turn."""
+        """By turn: what each client adds to its history."""
         if self._small:
             return []
         first = [self.some(self._rnd.randrange(40, 260)) for _ in range(clients)]
         return [first, *([self.some(self._rnd.randrange(3, 70)) for _ in first] for _ in range(turns - 1))]
 
     def warm(self, waves: list[Wave]) -> list[Wave]:
-        """The same waves when all of them have been asked: decode must hold every whole page of every prompt."""
+        """The same waves repeated: decode has to hold every whole page of every prompt."""
         return [Wave(wave.name, wave.prompts, [self.held_of(len(p)) for p in wave.prompts]) for wave in waves]
 
 
 def tokens_to_hold(page_size: int, answer: int) -> int:
-    """At most so many tokens of KV the whole script leaves, with answers of ``answer`` tokens; rounded up to pages."""
+    """Most tokens of KV that the script leaves, for answers of ``answer`` tokens; rounded up to pages."""
     script = Script(range(1, 2), page_size, 0)
     prompts = [prompt for wave in script.waves() for prompt in wave.prompts]
-    # A chat's are longer by what it asks and is answered; the last turn holds all of them.
+    # Chats grow by questions and answers; the last turn contains all.
     chats = sum(260 + 2 * 70 + 3 * answer for _ in range(4))
     return sum(-(-(len(prompt) + answer) // page_size) * page_size for prompt in prompts) + chats + 4 * page_size

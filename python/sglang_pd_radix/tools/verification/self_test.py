@@ -1,4 +1,4 @@
-"""``pd-radix verify --self-test``: would the verdict find what is wrong? Faults are made on purpose, one at a time."""
+"""``pd-radix verify --self-test``: injects faults one at a time, and checks that the verdict finds them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from . import faults
 from .check import Check
 from .judging import Verdict
 
-# The prompt whose KV is spoilt, in the wave of new ones: 300 tokens and a page. And one that is short, where what is
-# wrong for a while has to show in the answer alone.
+# The corrupted prompt in the wave of new ones: 300 tokens and a page. And a short one for temporary faults, which have
+# to show in the answer alone.
 TARGET, SHORT_TARGET = 3, 1
 PAGE = 1
-# Tokens of a prompt that is asked before each: of another prompt's KV, and what its pages had before.
+# Tokens of a prompt sent before each: source of wrong KV, and of its pages' earlier content.
 ANOTHER = 2000
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault. by: which parts of the verdict found it. not_made: why it could not be made.
+    """The outcome of one fault. by: parts of the verdict that found it. not_made: why it could not be injected.
 
-    problems: what the pools held after its run and should not; a fault of KV is none of the books.
+    problems: leaks after its run; a fault of KV causes none.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run(check: Check, say: Callable[[str], None]) -> list[Outcome]:
-    """Make each fault in a run from a cold cache, and judge it as any run."""
+    """Inject each fault into a run from a cold cache, and judge it like any run."""
     if check.unreadable:
         raise PdRadixError(
             f"--self-test spoils KV of full attention, and does not know a {check.unreadable}: leave it out"
@@ -77,7 +77,7 @@ def _one(check: Check, kind: str) -> Outcome:
 
 
 def judge(verdict: Verdict, outcomes: list[Outcome]) -> None:
-    """Tell what was found, and fail for what was not."""
+    """Report the outcomes; missed faults are failures."""
     verdict.figures["self-test"] = [{"fault": o.kind, "found_by": o.by, "not_made": o.not_made} for o in outcomes]
     for o in outcomes:
         part = verdict.part(f"fault: {o.kind}")
@@ -90,5 +90,5 @@ def judge(verdict: Verdict, outcomes: list[Outcome]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What the worker with the flag needs in its environment, beside that of its records."""
+    """Further environment of the worker with the flag."""
     return {faults.ALLOWED: "1"}

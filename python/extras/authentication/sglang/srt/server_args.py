@@ -1,4 +1,4 @@
-"""Looks at the secret before anything is loaded.
+"""Checks the secret before the model is loaded.
 
 Upstream: none is known.
 """
@@ -11,13 +11,13 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and the secret of the control plane."""
+    """Checks the control plane's secret."""
 
     def check_server_args(self) -> None:
-        """Checks the file of the secret."""
+        """Checks the secret's file."""
         super().check_server_args()
         if self.disaggregation_mode != "null":
-            # Not at the top: it needs the engine's modules, which need this one.
+            # Not at the top: a circular import.
             from sglang.srt.disaggregation.common.authentication import secret
 
             secret()

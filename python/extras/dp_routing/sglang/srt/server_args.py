@@ -1,4 +1,4 @@
-"""The choice of a DP rank by prefix, as a value of ``--load-balance-method``.
+"""``--load-balance-method longest_prefix``: chooses the DP rank by prefix.
 
 Upstream: sgl-project/sglang#26561 (open), which goes by digests that the ranks report.
 """
@@ -16,11 +16,11 @@ LONGEST_PREFIX = "longest_prefix"
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with one load balance method more."""
+    """Adds the load balance method."""
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds the method to the engine's."""
+        """Adds the choice."""
         engine.ServerArgs.add_cli_args(parser)
         for action in parser._actions:
             if action.dest == "load_balance_method":
@@ -29,7 +29,7 @@ class ServerArgs(engine.ServerArgs):
                 action.help += "holds most of the prompt, unless it is so full that sending the KV again costs less."
 
     def _handle_load_balance_method(self) -> None:
-        """Adds the check of the method that is not the engine's."""
+        """Checks the flag."""
         super()._handle_load_balance_method()
         if self.load_balance_method == LONGEST_PREFIX and not self.disaggregation_decode_enable_radix_cache:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Looks at the watermark before anything is loaded.
+"""Checks the watermark before the model is loaded.
 
 Upstream: none is known.
 """
@@ -12,7 +12,7 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and how much memory is kept free."""
+    """Checks the watermark."""
 
     def _check_decode_radix_cache(self) -> None:
         watermark_part()

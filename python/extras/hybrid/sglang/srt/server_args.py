@@ -1,4 +1,4 @@
-"""Options of a decode worker whose model has states.
+"""Options of a decode worker for models with Mamba state.
 
 Upstream: sgl-project/sglang#32732 (open) and #40263 (merged), which keep a tree for such models.
 """
@@ -14,12 +14,12 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments for a prefix cache that holds no states."""
+    """Server arguments for a prefix cache without states."""
 
     def _handle_mamba_radix_cache(self, model_arch: str, *args: Any, **kwargs: Any) -> None:
-        """Wraps the engine's, which turns off overlap, or the cache, for the sake of states that a cache holds.
+        """Wraps the engine's, which turns off overlap or the cache since its cache would hold states.
 
-        With the flag; a strategy, or speculation, has it done what it does.
+        Only with the flag, and without a strategy or speculation that needs the engine's handling.
         """
         decodes = self.disaggregation_mode == "decode" and self.disaggregation_decode_enable_radix_cache
         needed = self.enable_mamba_extra_buffer() or self.speculative_algorithm is not None
@@ -31,10 +31,7 @@ class ServerArgs(engine.ServerArgs):
         self.disable_radix_cache = disabled
 
     def _handle_pd_disaggregation(self) -> None:
-        """Puts off the strategy whose slots hold states for a prefix cache; all else that it allows has been settled.
-
-        With the flag.
-        """
+        """With the flag, resets the strategy that keeps states for a prefix cache, after its checks have run."""
         super()._handle_pd_disaggregation()
         if self.disaggregation_decode_enable_radix_cache and self.enable_mamba_extra_buffer():
             self.mamba_scheduler_strategy = "no_buffer"

@@ -1,4 +1,4 @@
-"""Options of a decode worker whose model has index pages.
+"""Options of decode workers for models with index pages.
 
 Upstream: none is known.
 """
@@ -13,10 +13,10 @@ __all__ = ["ServerArgs"]
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments that are checked before the model is loaded."""
+    """Checks options before the model is loaded."""
 
     def _handle_pd_disaggregation(self) -> None:
-        """Adds what is refused with index pages."""
+        """Adds the options refused with index pages."""
         from sglang.srt.configs.model_config import is_deepseek_nsa
 
         super()._handle_pd_disaggregation()

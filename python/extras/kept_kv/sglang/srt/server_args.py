@@ -1,4 +1,4 @@
-"""The option that names weights.
+"""The option that names the namespace of KV.
 
 Upstream: none is known.
 """
@@ -15,13 +15,13 @@ __all__ = ["ServerArgs"]
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with the name under which KV is kept."""
+    """Adds the namespace of KV."""
 
     kv_namespace: str = ""
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds the option to the engine's."""
+        """Adds the option."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             "--kv-namespace",

@@ -1,4 +1,4 @@
-"""The option by which prefill reads from decode.
+"""The option for reads from decode.
 
 Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
 """
@@ -17,13 +17,13 @@ __all__ = ["ServerArgs"]
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments, and from how many tokens on prefill reads from decode."""
+    """Adds the fewest tokens that prefill reads from decode."""
 
     disaggregation_prefill_read_decode: int | None = None
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds the option to the engine's."""
+        """Adds the option."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             "--disaggregation-prefill-read-decode",
@@ -33,7 +33,7 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def _handle_pd_disaggregation(self) -> None:
-        """Adds what the option is verified for."""
+        """Checks the option."""
         if self.disaggregation_prefill_read_decode is not None:
             if self.disaggregation_prefill_read_decode < 1:
                 raise ValueError(f"{READ_FLAG} is {self.disaggregation_prefill_read_decode}: give 1 token or more.")

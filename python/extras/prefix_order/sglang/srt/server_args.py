@@ -1,4 +1,4 @@
-"""The order of admission, and how often a request may be overtaken.
+"""Options for the order of admission and its bypass bound.
 
 Upstream: none is known.
 """
@@ -13,20 +13,20 @@ from sglang.srt.mem_cache.cache_support import FLAG
 
 __all__ = ["ServerArgs"]
 
-# How often a request may be overtaken before it goes first.
+# Bypasses after which a request goes first.
 DEFAULT_MAX_OVERTAKEN = 32
 
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with an order of admission."""
+    """Adds the order of admission."""
 
     disaggregation_decode_admission: str = "prefix"
     disaggregation_decode_max_overtaken: int = DEFAULT_MAX_OVERTAKEN
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds the options of the order."""
+        """Adds the options."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             "--disaggregation-decode-admission",
@@ -46,7 +46,7 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def _handle_pd_disaggregation(self) -> None:
-        """Checks that they are given with the flag only, and the bound."""
+        """Checks the bound, and that the options come with the flag."""
         if not self.disaggregation_decode_enable_radix_cache:
             if self.disaggregation_decode_admission != "prefix":
                 raise ValueError(f"--disaggregation-decode-admission needs {FLAG}. Give both to the decode worker.")

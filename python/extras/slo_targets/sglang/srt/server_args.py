@@ -16,35 +16,35 @@ from sglang_pd_radix.patching import loader
 
 __all__ = ["ServerArgs", "TtftOption", "ttft_option"]
 
-# Of a target: eleven days. Steps are counted in picoseconds, of which this many fit into 64 bits.
+# Largest target, 11 days: step times in picoseconds must fit into 64 bits.
 MOST_MS = 1e9
 REFUSE = ",refuse"
 
 
 class TtftOption(NamedTuple):
-    """A target for TTFT in milliseconds, and whether requests that cannot meet it are refused."""
+    """A TTFT target in milliseconds, and whether requests that cannot meet it are refused."""
 
     target_ms: float
     refuses: bool
 
 
 def ttft_option(given: str | float) -> TtftOption:
-    """What ``--disaggregation-decode-ttft-target`` says. Raises ValueError for what is no number."""
+    """Parses ``--disaggregation-decode-ttft-target``. Raises ValueError if it is not a number."""
     text = str(given)
     return TtftOption(float(text.removesuffix(REFUSE)), text.endswith(REFUSE))
 
 
 @dataclasses.dataclass
 class ServerArgs(engine.ServerArgs):
-    """Server arguments with targets for ITL and TTFT."""
+    """Adds the ITL and TTFT targets."""
 
     disaggregation_decode_itl_target: float | None = None
-    # Milliseconds, or with ",refuse" behind them.
+    # Milliseconds, optionally with the suffix ",refuse".
     disaggregation_decode_ttft_target: float | str | None = None
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        """Adds the targets."""
+        """Adds the options."""
         engine.ServerArgs.add_cli_args(parser)
         parser.add_argument(
             "--disaggregation-decode-itl-target",
@@ -62,7 +62,7 @@ class ServerArgs(engine.ServerArgs):
         )
 
     def _handle_pd_disaggregation(self) -> None:
-        """Checks that a target is a time, on a worker with the flag."""
+        """Checks the targets."""
         for name in ("itl", "ttft"):
             option = f"--disaggregation-decode-{name}-target"
             given = getattr(self, f"disaggregation_decode_{name}_target")
@@ -81,5 +81,5 @@ class ServerArgs(engine.ServerArgs):
             if name == "ttft" and not refuses:
                 self.disaggregation_decode_ttft_target = target_ms
             if refuses and "failure_reports" not in loader.extras():
-                raise ValueError(f"{option} {given} needs the extra failure_reports, which tells prefill.")
+                raise ValueError(f"{option} {given} needs the extra failure_reports, which notifies prefill.")
         super()._handle_pd_disaggregation()

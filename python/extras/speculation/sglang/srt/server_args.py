@@ -1,4 +1,4 @@
-"""What drafts are refused with.
+"""Options refused with speculative decoding.
 
 Upstream: none is known.
 """
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class ServerArgs(engine.ServerArgs):
-    """Server arguments that are checked for what they do to drafts."""
+    """Checks options for speculative decoding."""
 
     def _handle_pd_disaggregation(self) -> None:
-        """Puts grammars off where decode drafts."""
+        """Turns grammars off if decode drafts."""
         super()._handle_pd_disaggregation()
         drafts = self.disaggregation_decode_enable_radix_cache and self.speculative_algorithm is not None
         if drafts and self.grammar_backend != "none":

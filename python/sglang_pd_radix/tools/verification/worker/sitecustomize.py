@@ -1,4 +1,4 @@
-"""On the path of the workers that ``pd-radix verify`` starts, and of no others: what they record, and its faults."""
+"""Installs recording and faults in the workers of ``pd-radix verify``; on no other process's path."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ if os.environ.get(kv_record.DIRECTORY):
     if os.environ.get(faults.ALLOWED):
         faults.install()
 
-# One that the environment has of its own, which this one hides.
+# The environment's own sitecustomize, which this one hides.
 hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if Path(p or ".").resolve() != HERE])
 if hidden and hidden.loader:
     hidden.loader.exec_module(module_from_spec(hidden))

@@ -1,32 +1,30 @@
-"""Which DP rank of a decode worker a request goes to: where its prefix is, unless that rank is too full.
+"""Chooses a DP rank of a decode worker for each request: the one with its prefix, unless that is too full.
 
 Plain data in and out; `data_parallel_controller.py` connects it to the engine.
 
-The rule. A request goes to the rank for which
+A request goes to the rank with the lowest
 
-    tokens of its prompt that have to be sent there + `waiting`
+    prompt tokens to send there + `waiting`
 
-is least. Both are times, in units of what it takes to send the KV of one token. A token more that a rank holds for its
-requests makes each of its decode steps longer by ``read``, the time to read one token's KV, and a request waits for
-that once for each of its ``steps`` tokens. It waits for what is there already, and what is there waits for it: twice
-``steps * read`` for each token by which the rank is fuller than the emptiest. In units of sending that is
-``2 * steps * read / send``, in which the size of a token's KV cancels: 2 x answer length x link bandwidth / memory
-bandwidth. With 355 tokens per answer, 5 GB/s and 6.9 TB/s (the run in sgl-project/sglang#19746, see
-`benchmark/sim/times.py`) it is 0.5: `FULLNESS_WEIGHT`.
+Both are times, in units of sending one token's KV. Each token that a rank holds makes its decode steps longer by
+``read``, the time to read one token's KV; a request has ``steps`` of them. It waits for what is there, and what is
+there waits for it: 2 * ``steps * read`` per token by which the rank is fuller than the emptiest. In units of sending,
+2 * steps * read / send, the size of a token's KV cancels: 2 x answer length x link bandwidth / memory bandwidth. With
+355 tokens per answer, 5 GB/s and 6.9 TB/s (the run in sgl-project/sglang#19746, see `benchmark/sim/times.py`) it is 0.5
+(`FULLNESS_WEIGHT`).
 
-A small difference does not last that long. What comes without a prefix goes to the emptiest rank, and in the time of an
-answer ranks take in as much as they hold: a difference is gone after its part, of what they hold, of that time. So this
-is the factor with which it counts, at most 1. Small differences are nearly free, and so conversations stay where they
-are; one of the size of what ranks hold is dear, and so a prefix that everybody has does not gather all on one rank.
+A difference does not last for a whole answer. Requests without a prefix go to the emptiest rank, and during one answer
+ranks take in as much as they hold. So a difference is gone after its fraction of what ranks hold, times the answer's
+time: it counts with that factor, at most 1. Small differences are nearly free, so conversations stay on their rank;
+large ones are expensive, so a prefix that all requests share does not gather them on one rank.
 
-A rank whose pool is full makes requests wait for memory. What waits counts as held, so that this costs about as much (a
-full rank gives back its pool once in the time of an answer, in which the link sends 0.9 pools there).
+A full pool makes requests wait for memory. Waiting requests count as held, which costs about the same: a full rank
+turns its pool over once per answer, in which time the link sends 0.9 pools.
 
-What the ranks hold is not asked of them but remembered: the prompts that they were sent, least recently used first out,
-as many tokens as a rank's pool has. So it is known at once, before a prompt's KV has come: requests of one prefix that
-come together meet. It is known in blocks, by a number that stands for a block and all before it. What it does not know
-(answers, what running requests keep from the tree, a flush that it did not see) makes it choose less well until the
-next request of that prefix, and no worse.
+Held prefixes are remembered, not queried: the prompts sent to a rank, LRU, as many tokens as its pool has. So a prefix
+counts before its KV has arrived, and concurrent requests of one prefix meet. It is kept in blocks; a hash stands for a
+block and all before it. What it does not see (answers, running requests' private tokens, some flushes) only makes the
+next choice for that prefix worse.
 
 Upstream: sgl-project/sglang#26561 (open), which goes by digests that the ranks report.
 """
@@ -39,19 +37,18 @@ from collections.abc import Hashable, Iterator, Sequence
 __all__ = ["FULLNESS_WEIGHT", "HeldPrefixes", "PrefixBalance", "block_numbers", "waiting"]
 
 FULLNESS_WEIGHT = 0.5
-# Tokens of a block, at least; it is whole pages.
+# Least tokens of a block; rounded up to whole pages.
 BLOCK_TOKENS = 64
-# Requests sent to a rank since its last report that are kept apart.
+# Requests kept per rank since its last report.
 MOST_UNREPORTED = 4096
-# Seconds of silence after which what is believed of a rank begins to count less, and in which it halves from then on.
+# Seconds without a report after which a rank's load decays, and its half-life then.
 SAID_S = 5.0
 
 
 def block_numbers(token_ids: Sequence[int], key: Hashable, block: int) -> Iterator[int]:
-    """A number for each full block of a prompt, equal for equal content with equal content before it.
+    """A hash for each full block of a prompt and all before it.
 
-    key: what else keeps prompts apart, as in the tree. Two prompts may have one number; the choice of a rank is then
-    worse than it could be, and nothing else.
+    key: separates prompts, as in the tree. A collision only makes the choice of a rank worse.
     """
     number = hash(key)
     for end in range(block, len(token_ids) + 1, block):
@@ -60,18 +57,18 @@ def block_numbers(token_ids: Sequence[int], key: Hashable, block: int) -> Iterat
 
 
 class HeldPrefixes:
-    """Blocks that one rank holds, as far as known; at most ``most``, and with each block all before it."""
+    """Blocks that one rank is believed to hold, at most ``most``; with each block all before it."""
 
     def __init__(self, most: int):
         self.most = most
-        # The least recently used first.
+        # Least recently used first.
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def match(self, numbers: Sequence[int]) -> int:
-        """How many blocks it holds of a prompt."""
+        """Leading blocks of a prompt that it holds."""
         blocks = self._blocks
         for count, number in enumerate(numbers):
             if number not in blocks:
@@ -79,9 +76,9 @@ class HeldPrefixes:
         return len(numbers)
 
     def use(self, numbers: Sequence[int]) -> None:
-        """The rank is given a prompt of these blocks."""
+        """A prompt of these blocks was sent to the rank."""
         blocks = self._blocks
-        # A block is used after those behind it, so that these are forgotten before it. What cannot be held is the end.
+        # In reverse, so that later blocks are dropped first. Blocks beyond ``most`` are ignored.
         for number in reversed(numbers[: self.most]):
             blocks[number] = None
             blocks.move_to_end(number)
@@ -93,26 +90,26 @@ class HeldPrefixes:
 
 
 def waiting(load: float, least: float, mean: float, weight: float = FULLNESS_WEIGHT) -> float:
-    """What it costs to wait on a rank that has ``load`` tokens to hold, in tokens that could be sent meanwhile.
+    """The cost of waiting on a rank with ``load`` tokens, in tokens that could be sent meanwhile.
 
-    least, mean: tokens that the emptiest rank has to hold, and ranks on average.
+    least, mean: of all ranks' loads.
     """
     more = load - least
     return weight * more * min(1.0, more / mean) if more else 0.0
 
 
 class _Load:
-    """Tokens that a rank has to hold: what it last said, and what it has been given since."""
+    """Tokens that a rank has to hold: its last report, and requests sent since."""
 
     def __init__(self) -> None:
         self._tokens, self._last = 0, 0.0
-        # When, in seconds, and how many tokens.
+        # (seconds, tokens).
         self._since: deque[tuple[float, int]] = deque()
 
     def tokens(self, now: float) -> int:
-        """Less and less of it counts while the rank says nothing and is given nothing.
+        """Decays while the rank sends no reports and gets no requests.
 
-        It says it with its outputs, and has none of what it lets go of later, as after failures.
+        Reports come with outputs; there are none for tokens freed later, as after failures.
         """
         silent = max(0.0, now - self._last - SAID_S)
         return int(self._tokens * 0.5 ** (silent / SAID_S))
@@ -130,9 +127,9 @@ class _Load:
 
 
 class PrefixBalance:
-    """Chooses a rank for each request, from what it has chosen before and what the ranks report.
+    """Chooses a rank for each request, by earlier choices and the ranks' reports.
 
-    pool: tokens in the KV pool of each rank. page: tokens of a page of it.
+    pool: tokens in each rank's KV pool. page: tokens per page.
     """
 
     def __init__(self, ranks: int, pool: int, page: int, weight: float = FULLNESS_WEIGHT):
@@ -143,9 +140,9 @@ class PrefixBalance:
         self._turn = 0
 
     def choose(self, token_ids: Sequence[int], key: Hashable, usable: Sequence[bool], now: float) -> int:
-        """The rank for a request, which is taken to be sent there. Raises ValueError where no rank is usable.
+        """The rank for a request; counted as sent there. Raises ValueError if no rank is usable.
 
-        key: what keeps equal prompts apart. now: seconds, on the clock of the reports.
+        key: separates equal prompts. now: seconds, on the clock of the reports.
         """
         numbers = list(block_numbers(token_ids, key, self.block))
         ranks = len(self.held)
@@ -156,7 +153,7 @@ class PrefixBalance:
 
         def cost(rank: int) -> tuple[float, int]:
             to_send = len(token_ids) - self.held[rank].match(numbers) * self.block
-            # In turn, where there is nothing to choose by.
+            # Ties go round-robin.
             return to_send + waiting(loads[rank], least, mean, self.weight), (rank - self._turn) % ranks
 
         chosen = min(loads, key=cost)
@@ -164,7 +161,7 @@ class PrefixBalance:
         return chosen
 
     def given(self, rank: int, token_ids: Sequence[int], key: Hashable, now: float) -> None:
-        """A request was sent to ``rank`` without being asked about."""
+        """A request was sent to ``rank`` by another rule."""
         self._give(rank, list(block_numbers(token_ids, key, self.block)), len(token_ids), now)
 
     def _give(self, rank: int, numbers: Sequence[int], tokens: int, now: float) -> None:
@@ -173,14 +170,14 @@ class PrefixBalance:
         self._turn = (rank + 1) % len(self.held)
 
     def report(self, rank: int, tokens: int, at: float) -> None:
-        """``rank`` had to hold so many tokens for its requests, waiting ones included, ``at`` seconds."""
+        """A report of ``rank``: tokens of its requests, waiting ones included. at: seconds."""
         self._loads[rank].report(tokens, at)
 
     def loads(self, now: float) -> list[int]:
-        """Tokens that each rank has to hold at ``now``, seconds, as far as known."""
+        """Believed tokens of each rank at ``now``, seconds."""
         return [load.tokens(now) for load in self._loads]
 
     def forget(self) -> None:
-        """The ranks have been told to drop what they hold."""
+        """The ranks drop their trees."""
         for held in self.held:
             held.forget()

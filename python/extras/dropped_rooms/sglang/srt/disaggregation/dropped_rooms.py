@@ -1,4 +1,4 @@
-"""What a prefill's scheduler is told of a request that decode asks nothing for.
+"""The message to a prefill's scheduler about a request that decode computes itself.
 
 Upstream: none is known.
 """
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 __all__ = ["COMPUTED", "ComputedReq"]
 
-# Why a request ends on prefill that it works on when decode says so.
+# The finish reason on prefill of a request that it is computing then.
 COMPUTED = "decode computes it itself"
 
 
 @dataclass
 class ComputedReq:
-    """To prefill's scheduler: decode computes the prompt of this room, which the front has sent with this rid."""
+    """To prefill's scheduler: decode computes the prompt of this room. rid: of the front-end's request."""
 
     room: int
     rid: str

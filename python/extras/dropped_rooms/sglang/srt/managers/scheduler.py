@@ -1,4 +1,4 @@
-"""A prefill's scheduler that drops requests that decode asks nothing for.
+"""A prefill's scheduler that removes requests which decode computes itself.
 
 Upstream: none is known.
 """
@@ -16,9 +16,9 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """Drops requests in the same step on all ranks."""
+    """Removes requests in the same step on all ranks."""
 
-    # The rooms of requests that have been answered, since decode computes them, and had not come by then; by rid.
+    # By rid: rooms of requests that were answered before they reached the scheduler.
     answered: RoomNotes[int] = RoomNotes()
 
     def init_request_dispatcher(self) -> None:
@@ -27,35 +27,35 @@ class Scheduler(engine.Scheduler):
         self._request_dispatcher += TypeBasedDispatcher([(ComputedReq, self.handle_computed_request)])
 
     def _take_in(self, req, is_retracted: bool) -> None:
-        """Leaves out one that has been answered meanwhile."""
+        """Leaves out a request that has been answered."""
         prefill, room = self.disaggregation_mode == DisaggregationMode.PREFILL, req.bootstrap_room
         if prefill and room is not None and self.answered.of(req.rid) == room:
             self.answered.take(req.rid)
-            # Of another request of this room.
+            # A note of another request of this room.
             self.refused_pairs.take(room)
             req.time_stats.trace_ctx.abort()
             return
         super()._take_in(req, is_retracted)
 
     def handle_computed_request(self, recv_req: ComputedReq) -> None:
-        """Drop the request of a room that decode computes, whose client has been answered; decode asks for nothing."""
+        """Remove the request of a room that decode computes; its client has been answered."""
         if self.disaggregation_mode != DisaggregationMode.PREFILL:
             return
         if not self.has_request(recv_req.rid):
-            # With DP attention words to all ranks and a rank's requests come one way each, and in no order.
+            # With DP attention this message and a rank's requests take different ways, in any order.
             self.answered.note(recv_req.rid, recv_req.room)
         self.drop_computed(recv_req.room)
 
     def drop_computed(self, room: int) -> None:
-        """Forget the request of a room that decode computes itself, in the same step on all ranks.
+        """Remove the request of a room that decode computes, in the same step on all ranks.
 
-        One that decode has asked for all the same ends as soon as nothing is being written for it.
+        If decode has asked for its KV, it ends as soon as nothing is being written for it.
         """
         waiting = self.grammar_manager.grammar_queue
         waiting[:] = [req for req in waiting if req.bootstrap_room != room]
         queue = self.disagg_prefill_bootstrap_queue
         manager = queue.kv_manager
-        # Alike on all ranks: what decode has asked for may have come to some of them.
+        # Equal on all ranks; decode's requests for KV may have reached some only.
         dropped = [req for req in queue.queue if req.bootstrap_room == room]
         queue.queue = [req for req in queue.queue if req.bootstrap_room != room]
         was_asked = isinstance(manager, CommonKVManager) and room in manager.transfer_infos
@@ -65,7 +65,7 @@ class Scheduler(engine.Scheduler):
             sender.poll()
         for req in dropped:
             if sender is not None:
-                # Nobody polls it any more.
+                # Its sender is no longer polled.
                 self._end_lost(req, sender.take_reason())
                 self.stream_output([req], req.return_logprob)
             elif isinstance(req.disagg_kv_sender, CommonKVSender):
@@ -75,12 +75,12 @@ class Scheduler(engine.Scheduler):
                 self.tree_cache.release_aborted_request(req.rid)
 
     def has_request(self, rid: str) -> bool:
-        """Whether a request is here, in whichever queue or step; the same on all ranks."""
+        """Whether a request is in any queue or step; equal on all ranks."""
         queued = self.grammar_manager.grammar_queue, self.disagg_prefill_bootstrap_queue.queue, self.waiting_queue
         computed = [req for req in (self.chunked_req, *self._in_flight()) if req is not None]
         return any(req.rid == rid for reqs in (*queued, computed, self.disagg_prefill_inflight_queue) for req in reqs)
 
     def _count_lost(self, req, reason: str) -> None:
-        """One that decode computes has not failed."""
+        """Except requests that decode computes: they have not failed."""
         if reason != COMPUTED:
             super()._count_lost(req, reason)

@@ -1,4 +1,4 @@
-"""Admission that keeps some memory free when it has been asked.
+"""Admission that keeps some memory free.
 
 Upstream: none is known.
 """
@@ -18,7 +18,7 @@ add_layer(EvictingRadixCache)
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """Admission with a decode-side radix cache that evicts to a watermark."""
+    """Evicts to the watermark after admissions."""
 
     def _init_radix(self, tree: Any) -> None:
         super()._init_radix(tree)
@@ -27,6 +27,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
     def _admit(self, agreed: Any, guard: Any) -> list[Any]:
         admitted = super()._admit(agreed, guard)
         if self.admission.blocked is None:
-            # While a request waits for memory, what is cached may be what it waits for.
+            # A blocked request may be waiting for this very prefix.
             self.radix.evict_to_watermark()
         return admitted

@@ -1,4 +1,4 @@
-"""Page allocators of a decode worker with a radix cache: long runs of free pages are kept for what prefill writes.
+"""Page allocators of a decode worker with a radix cache: keep long runs of free pages for transfers.
 
 Upstream: none is known; sgl-project/sglang#35036 (open) sends fragmented KV by way of staging buffers.
 """
@@ -14,9 +14,9 @@ __all__ = ["PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator", "by_run_leng
 
 
 def by_run_length(pages: torch.Tensor) -> torch.Tensor:
-    """``pages`` (distinct page numbers) so that those of short contiguous runs come first and each run is in order.
+    """Order ``pages`` (distinct page numbers) by the length of their contiguous run; each run stays in order.
 
-    Two sorts and a few passes on the pool's device, without waiting for it.
+    Two sorts and a few passes on the pool's device, without a synchronization.
     """
     pages, _ = torch.sort(pages)
     begins = torch.ones_like(pages)
@@ -27,10 +27,10 @@ def by_run_length(pages: torch.Tensor) -> torch.Tensor:
 
 
 class _Runs:
-    """What both allocators get: with ``long_runs_last``, which only the decode radix cache sets, another order.
+    """For both allocators: another order of the free list if ``long_runs_last`` is set, as the decode radix cache does.
 
-    A transfer takes one descriptor per run of contiguous pages, layer and K or V. What decode steps allocate is never
-    sent, so they take the short runs at the front of the free list, where the engine takes pages from anyway.
+    A transfer takes one descriptor per run of contiguous pages, layer and K or V. Pages of decode steps are never sent:
+    they take short runs from the front of the free list, where the engine allocates from.
     """
 
     long_runs_last = False
@@ -40,14 +40,14 @@ class _Runs:
     release_pages: torch.Tensor
 
     def available_size(self) -> int:
-        """As the engine's, which takes ``len`` of the two tensors: a call into Python each, several times a step."""
+        """As the engine's, without its two Python calls of ``len``: it runs several times a step."""
         return (self.free_pages.numel() + self.release_pages.numel()) * self.page_size
 
     def merge_and_sort_free(self) -> None:
-        """Replaces, where it is set, the engine's order by page number with one by length of run.
+        """With ``long_runs_last``, replaces the engine's order by page number with one by run length.
 
-        Called as the engine calls its own, when the free list is used up and there are pages that were freed since; and
-        for a transfer when these have become as many as are left in the list.
+        Called when the free list is used up, as the engine's; and for a transfer once as many pages have been freed as
+        are left in the list.
         """
         if not self.long_runs_last:
             super().merge_and_sort_free()  # type: ignore[misc]
@@ -56,13 +56,13 @@ class _Runs:
             self.release_pages = self.release_pages[:0]
 
     def alloc_long_runs(self, need_size: int) -> torch.Tensor | None:
-        """Slots for what a remote worker will write, from the end of the free list; None if there are too few.
+        """Slots for a transfer, from the end of the free list; None if there are too few.
 
-        need_size: tokens, whole pages. Returns int64 slots, in ascending order within each run.
+        need_size: tokens, whole pages. Returns int64 slots, ascending within each run.
         """
         num_pages = need_size // self.page_size
-        # Used up to the end, the list would give its short runs too. Half of what is sorted has just been freed, so a
-        # page is sorted a few times at most before it is used.
+        # An exhausted list would yield its short runs too. Half of the sorted pages have just been freed, so each page
+        # is sorted a few times at most.
         free = self.free_pages.numel()
         if num_pages > free or self.release_pages.numel() >= max(free, 1):
             self.merge_and_sort_free()
@@ -76,13 +76,13 @@ class _Runs:
 
     @cached_property
     def _offsets(self) -> torch.Tensor:
-        """Slots of a page, from its first."""
+        """Offsets of a page's slots."""
         return torch.arange(self.page_size, device=self.device)
 
 
 class TokenToKVPoolAllocator(_Runs, engine.TokenToKVPoolAllocator):
-    """Allocator of pages of one token."""
+    """Pages of one token."""
 
 
 class PagedTokenToKVPoolAllocator(_Runs, engine.PagedTokenToKVPoolAllocator):
-    """Allocator of larger pages."""
+    """Larger pages."""

@@ -1,8 +1,7 @@
-"""The order in which a decode tree evicts its leaves: by the eviction policy, and what queued requests match last.
+"""Eviction order of a decode tree's leaves: by the eviction policy, with leaves that queued requests match last.
 
-A leaf's place is what it was when it was listed. What has happened to it since (it was used, locked, grown on, more
-requests wait for it) is found out when its turn comes, so each change of the tree costs the logarithm of the number of
-leaves at most.
+A leaf's position is that of its listing. Later changes (use, lock, growth, waiting requests) are checked when its turn
+comes. So each change of the tree costs at most the logarithm of the number of leaves.
 
 Upstream: none is known.
 """
@@ -19,23 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["EvictionOrder"]
 
-# Entries that a heap may have for leaves that are not in it any more, beside as many as are.
+# Outdated heap entries allowed beyond the number of leaves.
 STALE = 64
 
 
 class EvictionOrder:
     """Leaves of one tree, each listed at most once.
 
-    leaves: those that may be evicted, kept up by the tree. strategy: of the eviction policy. waiting: how many queued
-    requests match a leaf to its end and wait.
+    leaves: the evictable ones, maintained by the tree. strategy: the eviction policy's. waiting: number of queued
+    requests that match a leaf to its end.
     """
 
     def __init__(self, leaves: Set[TreeNode], strategy: EvictionStrategy, waiting: Callable[[TreeNode], int]):
         self._leaves, self._strategy, self._waiting = leaves, strategy, waiting
-        # As (priority, node id, node). The id decides between equals, so that all TP ranks do alike.
+        # (priority, node id, node). The id breaks ties, so that all TP ranks agree.
         self._listed: set[TreeNode] = set()
         self._heap: list[tuple[Any, int, TreeNode]] = []
-        # Leaves that came up and were spared, as requests wait for all of them: (how many, priority, node id, node).
+        # Leaves spared since requests match all of them: (number of requests, priority, node id, node).
         self._spared: set[TreeNode] = set()
         self._spared_heap: list[tuple[int, Any, int, TreeNode]] = []
 
@@ -43,7 +42,7 @@ class EvictionOrder:
         return node in self._listed or node in self._spared
 
     def add(self, node: TreeNode) -> None:
-        """List a leaf that is not listed."""
+        """List a leaf, unless it is listed."""
         if node not in self:
             self._listed.add(node)
             heapq.heappush(self._heap, (self._strategy.get_priority(node), node.id, node))
@@ -54,14 +53,14 @@ class EvictionOrder:
         self._spared.discard(node)
 
     def list_anew(self) -> None:
-        """List all leaves by what they are now, the spared ones too."""
+        """List all leaves by their current state, also spared ones."""
         for heap in (self._listed, self._heap, self._spared, self._spared_heap):
             heap.clear()
         for leaf in self._leaves:
             self.add(leaf)
 
     def take_next(self) -> TreeNode | None:
-        """Take the leaf that goes first off the list; None if there is none but those that were spared."""
+        """Remove and return the first leaf; None if only spared ones are left."""
         while self._heap:
             listed, _, node = heapq.heappop(self._heap)
             self._listed.discard(node)
@@ -72,7 +71,7 @@ class EvictionOrder:
         return None
 
     def spare(self, node: TreeNode) -> None:
-        """Put a leaf that has been taken behind all others."""
+        """Move a leaf that was taken behind all others."""
         self._spared.add(node)
         heapq.heappush(self._spared_heap, self._place(node))
         if len(self._spared_heap) > 2 * len(self._spared) + STALE:
@@ -80,7 +79,7 @@ class EvictionOrder:
             heapq.heapify(self._spared_heap)
 
     def take_least_wanted(self) -> TreeNode | None:
-        """Take the spared leaf for which fewest requests wait, of these the first by the policy."""
+        """Remove and return the spared leaf with the fewest waiting requests, then by policy."""
         while self._spared_heap:
             entry = heapq.heappop(self._spared_heap)
             node = entry[-1]
@@ -97,7 +96,7 @@ class EvictionOrder:
         return None
 
     def no_longer_wanted(self, node: TreeNode) -> None:
-        """A request does not wait for ``node`` any more: if that was spared, it takes its place among all again."""
+        """A request no longer waits for ``node``: list it again if it was spared."""
         if node in self._spared:
             self._spared.discard(node)
             if node in self._leaves:

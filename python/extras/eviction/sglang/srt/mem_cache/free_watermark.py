@@ -1,4 +1,4 @@
-"""How much of a decode worker's KV pool is kept free.
+"""The part of decode's KV pool that is kept free.
 
 Upstream: none is known.
 """
@@ -17,14 +17,14 @@ __all__ = ["WATERMARK", "WATERMARK_LEAVES", "WATERMARK_SLACK", "kept_free", "of_
 
 WATERMARK = "SGLANG_DISAGGREGATION_DECODE_FREE_WATERMARK"
 DEFAULT_WATERMARK = 1 / 16
-# Leaves that one step evicts to reach it: it must not be felt.
+# Leaves evicted per step: the step must not become noticeably longer.
 WATERMARK_LEAVES = 16
-# The part of it that may be missing before anything is evicted.
+# Eviction starts when this part of the watermark is missing.
 WATERMARK_SLACK = 1 / 8
 
 
 def watermark_part() -> float:
-    """The part of the pool to keep free, from the environment, or the default. Raises ValueError."""
+    """The part of the pool to keep free, from the environment. Raises ValueError."""
     text = os.environ.get(WATERMARK, "").strip()
     if not text:
         return DEFAULT_WATERMARK
@@ -38,16 +38,16 @@ def watermark_part() -> float:
 
 
 def of_first(group: dist.ProcessGroup, figure: int) -> int:
-    """The first rank's ``figure``, of 0 or more. All hear the same."""
+    """Rank 0's ``figure``, at least 0, on all ranks."""
     told = torch.tensor([-figure if dist.get_rank(group) == 0 else 0], dtype=torch.int64)
     dist.all_reduce(told, op=dist.ReduceOp.MIN, group=group)
     return -int(told)
 
 
 def kept_free(group: dist.ProcessGroup, figure: int) -> int:
-    """The first rank's tokens to keep free, for what each has from the environment of its node; at the start.
+    """Rank 0's tokens to keep free: nodes may have different environments. Called at the start.
 
-    A rank that has another figure logs that.
+    Logs a differing figure of this rank.
     """
     counts = figure if dist.get_world_size(group) == 1 else of_first(group, figure)
     if counts != figure:

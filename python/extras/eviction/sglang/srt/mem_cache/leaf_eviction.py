@@ -24,13 +24,13 @@ __all__ = ["EvictingRadixCache", "evict_leaves"]
 
 
 class EvictingRadixCache(DecodeRadixCache):
-    """Layer of each decode tree that keeps its leaves listed for eviction, and some long runs of pages free."""
+    """Layer of each decode tree: a maintained eviction order, and long free runs."""
 
     # Without the extra prefix_order nothing is known to be waited for.
     watches: Any = SimpleNamespace(wanted=lambda node: 0, waiting=lambda node: 0)
 
     def __init__(self, params: CacheInitParams):
-        """Adds the order of the free list: see ``mem_cache/allocator.py``."""
+        """Sets the free list's order, see ``mem_cache/allocator.py``."""
         super().__init__(params)
         self.pool.long_runs_last = True
         if self.state.has_pool:
@@ -44,7 +44,7 @@ class EvictingRadixCache(DecodeRadixCache):
         self.victims = EvictionOrder(self.evictable_leaves, self.eviction_strategy, self.watches.waiting)
 
     def alloc_delta(self, num_tokens: int) -> torch.Tensor | None:
-        """Replaces the core's: out of long runs."""
+        """Replaces the core's: allocates long runs."""
         return self.pool.alloc_long_runs(num_tokens)
 
     def evict_shortfall(self, num_tokens: int) -> int:
@@ -52,18 +52,17 @@ class EvictingRadixCache(DecodeRadixCache):
         return evict_leaves(self, num_tokens, exact=True)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Replaces the engine's evict, which sorts all leaves on every call: the same victims in the same order."""
+        """Replaces the engine's, which sorts all leaves on every call; same victims, same order."""
         return EvictResult(num_tokens_evicted=evict_leaves(self, params.num_tokens, exact=False))
 
     def evict_to_watermark(self) -> None:
-        """Evict what the free list lacks to the watermark, a few leaves at a time; nothing that a request waits for.
+        """Evict down to the watermark, a few leaves at a time; nothing that a waiting request matches.
 
-        A pool without one hands each request the pages of whatever leaves just went for it, and each decode step cuts
-        the next long run up: with it there are long runs and short ones to choose from. Requests may use all of what is
-        kept free; it is not part of what they are budgeted.
+        Without a watermark each request gets the pages of the leaves just evicted for it, and each decode step breaks
+        the next long run. With it there are long and short runs to choose from. Requests may use all free memory.
         """
         short = self.watermark - self.pool.available_size()
-        # Not a page at a time: that is what each decode step takes, and each eviction has its costs.
+        # Not page by page: each decode step takes a page, and each call has a fixed cost.
         if short > self.watermark * WATERMARK_SLACK:
             leaves = WATERMARK_LEAVES
             evict_leaves(self, short, exact=True, max_leaves=leaves, wanted_too=False)
@@ -76,7 +75,7 @@ class EvictingRadixCache(DecodeRadixCache):
         self.victims.drop(node)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
-        """Lists a leaf for eviction once the engine counts it as evictable."""
+        """Lists a leaf once the engine counts it as evictable."""
         super()._update_leaf_status(node)
         if node in self.evictable_leaves:
             self.victims.add(node)
@@ -95,16 +94,15 @@ def evict_leaves(
     max_leaves: int | None = None,
     wanted_too: bool = True,
 ) -> int:
-    """Evict leaves in the order of the eviction policy; what queued requests match goes last, if at all.
+    """Evict leaves by the eviction policy; what queued requests match goes last, if at all.
 
-    Of a leaf that they match in part, the rest goes first. Among what they match, that for which fewest wait.
+    A leaf matched in part first loses the rest. Among matched leaves those with the fewest waiting requests go first.
 
-    exact: whether the last leaf keeps what need not go. max_leaves: None for as many as it takes.
-    Returns the tokens that were freed.
+    exact: keep the part of the last leaf that need not go. max_leaves: None: no bound. Returns the freed tokens.
     """
     start = time.perf_counter()
     if tree.eviction_policy == "mru":
-        # The only policy by which a node in the list can move towards the front.
+        # The only policy by which a listed node can move to the front.
         tree.victims.list_anew()
     allocator = tree.pool
     batching = allocator.is_not_in_free_group

@@ -1,4 +1,4 @@
-"""A decode worker whose requests have states or windows.
+"""A decode worker whose requests have Mamba or SWA state.
 
 Upstream: sgl-project/sglang#27770 (merged) and #32732 (open), which keep trees of both.
 """
@@ -18,25 +18,24 @@ __all__ = ["DecodePreallocQueue", "HybridMambaDecodeReqToTokenPool"]
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """Admission that knows how long a prompt may be, and which requests run."""
+    """Admission with the right prompt limit, and with access to the running batch."""
 
     def _init_radix(self, tree: DecodeRadixCache) -> None:
         if isinstance(tree.state, WindowSlots):
-            # The engine's limit of a prompt is the smaller pool, which need not hold a prompt here.
+            # The engine limits prompts to the smaller pool, which needs to hold the window only.
             self.max_total_num_tokens = tree.pool_size
             tree.state.free_behind = lambda: self.scheduler.running_batch.free_behind_windows()
         super()._init_radix(tree)
 
 
 class HybridMambaDecodeReqToTokenPool(KeptRows, engine.HybridMambaDecodeReqToTokenPool):
-    """Rows and state slots of the requests of a hybrid model. The state pool may have fewer slots than there are rows.
+    """req_to_token and state slots of a hybrid model; there may be fewer state slots than req_to_token slots.
 
-    The prefix cache holds no states, so all slots are requests' or free, and a request has its own from its admission
-    to its end.
+    The prefix cache holds no states: each slot is free or belongs to a request, from admission to end.
     """
 
     def _init_mamba_pool(self, *args, **kwargs) -> None:
-        """The tables from rows to slots have an entry for each row; the engine makes one for each slot."""
+        """Sizes the mapping tables by req_to_token slots; the engine sizes them by state slots."""
         super()._init_mamba_pool(*args, **kwargs)
         rows = len(self.req_to_token)
         slots = self.req_index_to_mamba_index_mapping
@@ -46,9 +45,9 @@ class HybridMambaDecodeReqToTokenPool(KeptRows, engine.HybridMambaDecodeReqToTok
             self.req_index_to_mamba_ping_pong_track_buffer_mapping = tracked.new_zeros(rows, tracked.shape[1])
 
     def available_size(self) -> int:
-        """Replaces the engine's number of free rows: requests for which there are a row and the state slots it takes.
+        """Requests for which a req_to_token slot and its state slots are free. Replaces the engine's.
 
-        All admissions ask this. The engine's run into an assertion when rows are left and slots are not.
+        All admissions use it. The engine's counts the former only, and runs into an assertion when states run out.
         """
         each = 1 + (self.mamba_ping_pong_track_buffer_size if self.enable_mamba_extra_buffer else 0)
         return min(len(self.free_slots), self.mamba_pool.available_size() // each)

@@ -1,4 +1,4 @@
-"""Prefill worker whose requests have states or windows.
+"""Prefill worker whose requests have Mamba or SWA state.
 
 Upstream: none is known.
 """
@@ -19,17 +19,17 @@ __all__ = ["SchedulerDisaggregationPrefillMixin"]
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
-    """Sends them also where decode holds the whole prompt."""
+    """Sends state also if decode holds the whole prompt."""
 
     def state_of(self, req: Req) -> list[int] | None:
-        """Slot of a state, pages of a window, None for others."""
+        """The state slot, or the window's pages; None without either."""
         table = self.req_to_token_pool
         if req.mamba_pool_idx is not None:
             return [int(table.req_index_to_mamba_index_mapping[req.req_pool_idx])]
         allocator = self.token_to_kv_pool_allocator
         if not isinstance(allocator.get_kvcache(), SWAKVPool):
             return None
-        # Decode workers of this package lack the window of every prompt and do not come here.
+        # Only for decode workers without this package: ours always need the window, so a delta remains.
         window, end = Windows(self.sliding_window_size, allocator.page_size), len(req.fill_ids)
         slots = table.req_to_token[req.req_pool_idx, window.start(end) : end]
         own = allocator.translate_loc_from_full_to_swa(slots)

@@ -1,4 +1,4 @@
-"""What a retracted request takes along beside its KV, and where steps write of that.
+"""State of a retracted request beside KV, and the slots that a step writes to.
 
 Upstream: none is known for a retraction, nor for what a prefill writes.
 """
@@ -14,15 +14,15 @@ __all__ = ["Req", "ScheduleBatch"]
 class Req(engine.Req):
     """A request whose state or window is saved with its KV."""
 
-    # While it is retracted, in host memory.
+    # In host memory while it is retracted.
     state_cpu: list[torch.Tensor] | None = None
     window_cpu: list | None = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds what the engine loses: the state that layers without KV have of it.
+        """Adds the state, which the engine loses.
 
-        With the decode tree, of layers with a sliding window the window only; the engine saves a slot for each token,
-        in a form of which the part that the tree still holds could not be left out.
+        With the decode tree, of sliding-window layers only the window is saved: the engine's copy of all tokens cannot
+        leave out the part that the tree holds.
         """
         windows = getattr(token_to_kv_pool_allocator, "window_slots", None)
         if windows is not None:
@@ -59,37 +59,37 @@ class Req(engine.Req):
 
 
 class ScheduleBatch(engine.ScheduleBatch):
-    """A batch of which it is known which states and windows a step writes."""
+    """Knows the states and windows that a step writes to."""
 
-    # The slots of the window pool that a step writes to, as it was launched.
+    # Window-pool slots that the step writes to, as of its launch.
     window_cache_loc: torch.Tensor | None = None
 
     def prepare_for_decode(self) -> None:
-        """Remembers where the step writes: of requests that end before it does, the table forgets it."""
+        """Keeps the written slots: the mapping loses them when a request ends before its step."""
         super().prepare_for_decode()
         windows = getattr(self.tree_cache, "windows", None)
         self.window_cache_loc = None if windows is None else windows.of(self.out_cache_loc)
 
     def copy(self) -> ScheduleBatch:
-        """Keeps that."""
+        """Copies the written slots."""
         batch = super().copy()
         batch.window_cache_loc = self.window_cache_loc
         return batch
 
     def states_written(self, at: list[int], page_size: int) -> set[int]:
-        """State slots, or pages of the window pool, whichever the model has."""
+        """State slots, or window-pool pages."""
         if self.window_cache_loc is not None:
             written = self.window_cache_loc // page_size
         elif hasattr(self.req_to_token_pool, "get_mamba_indices"):
-            # Their rows are nobody else's yet.
+            # These req_to_token slots have not been reused yet.
             written = self.req_to_token_pool.get_mamba_indices(self.req_pool_indices)
         else:
             return super().states_written(at, page_size)
-        # Copied to the host as a whole: on a device, indices would first be copied there.
+        # Copied as a whole: indexing on the device would first copy the indices there.
         return set(written.cpu().numpy()[at].tolist())
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
-        """What lies behind windows is freed before a request is retracted; the engine does so now and then."""
+        """Frees window slots before a request is retracted; the engine does so only now and then."""
         enough = super().check_decode_mem(selected_indices)
         if enough or getattr(self.tree_cache, "windows", None) is None:
             return enough
@@ -97,7 +97,7 @@ class ScheduleBatch(engine.ScheduleBatch):
         return super().check_decode_mem(selected_indices)
 
     def free_behind_windows(self) -> None:
-        """Free the slots of the window pool that no step, the one in flight included, attends to again."""
+        """Free window slots that no step attends to again, the one in flight included."""
         for req in self.reqs:
             if not req.finished() and req.req_pool_idx is not None:
                 self._evict_swa(req, req.seqlen - 1)

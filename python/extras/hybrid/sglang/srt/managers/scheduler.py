@@ -1,4 +1,4 @@
-"""Scheduler of a worker whose requests have states or windows.
+"""Scheduler of a worker whose requests have Mamba or SWA state.
 
 Upstream: none is known.
 """
@@ -19,10 +19,10 @@ state_kind.register(WindowSlots)
 
 
 class Scheduler(engine.Scheduler):
-    """Tells of these, and takes no step back that has changed states."""
+    """Reports the state pools; batches that changed states are final."""
 
     def kv_pool_state(self) -> dict[str, Any]:
-        """Adds the figures of their pools."""
+        """Adds the state pools' figures."""
         state, windows = super().kv_pool_state(), getattr(self.tree_cache, "windows", None)
         slots = getattr(getattr(self, "req_to_token_pool", None), "mamba_pool", None)
         if windows is not None:
@@ -32,5 +32,5 @@ class Scheduler(engine.Scheduler):
         return state
 
     def is_final(self, batch) -> bool:
-        """Adds that a state that has taken its tokens in cannot let them go."""
+        """Adds hybrid models: a state cannot be rolled back."""
         return super().is_final(batch) or hasattr(self.req_to_token_pool, "mamba_pool")

@@ -1,10 +1,9 @@
-"""Windows of a decode worker whose model keeps the KV of some layers for a sliding window only: the arithmetic.
+"""Window arithmetic of decode workers for models with sliding-window layers.
 
-Such a model has two pools, one for layers with full attention and one for those with a window. The decode tree holds
-slots of the first only. So of every prompt the window is a part of what prefill is asked for, in both pools, and what
-the tree may hold of it ends where the window begins.
+Such a model has two pools: for full-attention and for sliding-window layers. The decode tree holds slots of the first
+only. So the delta of each prompt includes its window, in both pools, and the tree may hold what comes before.
 
-Plain data in and out. All figures are tokens; those of memory are whole pages.
+All figures are tokens; those of memory are whole pages.
 
 Upstream: sgl-project/sglang#27770 (merged).
 """
@@ -21,11 +20,11 @@ __all__ = ["Windows", "WindowsKept"]
 
 @dataclass(frozen=True)
 class WindowsKept(Kept):
-    """What admission must leave alone of windows, in sums to which an admission adds its own.
+    """Window tokens that admission must keep free; each admission is added.
 
-    growth: what live requests will take in the near future. lacks: what the neediest needs to its end, beyond what it
-    has if it does not run yet: one that runs can have what all that run hold. resumes: for those that wait to come
-    back. retractable: what retracting all that run brings.
+    growth: by live requests in the near future. lacks: of the request that needs most to its end, beyond what it has
+    (running ones have all that running requests hold). resumes: for retracted requests. retractable: freed by
+    retracting all running requests.
     """
 
     growth: int = 0
@@ -43,40 +42,40 @@ class WindowsKept(Kept):
 
     @property
     def tokens(self) -> int:
-        """What must be left."""
+        """Tokens to keep free."""
         return max(self.growth, self.lacks - self.retractable) + self.resumes
 
 
 class Windows(NamedTuple):
-    """size: tokens before a token that it attends to. page_size: tokens."""
+    """size: tokens that a token attends to before itself. page_size: tokens."""
 
     size: int
     page_size: int
 
     def start(self, num_tokens: int) -> int:
-        """Where the window of the token that follows ``num_tokens`` others begins, rounded down to a page.
+        """Start of the window of the token after ``num_tokens`` tokens, rounded down to a page.
 
-        As in the engine's messages: prefill sends the pages from here to the end of the prompt.
+        As the engine's messages have it: prefill sends the pages from here to the prompt's end.
         """
         return max(0, num_tokens - self.size) // self.page_size * self.page_size
 
     def held(self, num_tokens: int) -> int:
-        """What a request with ``num_tokens`` tokens needs."""
+        """Tokens that a request of ``num_tokens`` tokens needs."""
         return self._whole(num_tokens) - self.start(num_tokens)
 
     @property
     def most(self) -> int:
-        """The most that a request needs to go on, however long it gets.
+        """The most that a request of any length needs.
 
-        A window that begins in the middle of a page, and the page that the next step opens, under whose feet a step in
-        flight may still read the token before.
+        A window that starts within a page, and the page that the next step opens while a step in flight may still read
+        the token before.
         """
         return self._whole(self.size + 1) + 2 * self.page_size
 
     def need(self, num_tokens: int, left: int, reserved: int) -> Need:
-        """What a request with ``num_tokens`` tokens takes that may generate ``left`` more.
+        """The need of a request with ``num_tokens`` tokens that may generate ``left`` more.
 
-        reserved: decode steps for which there is to be room when it is admitted.
+        reserved: decode steps to have memory for at admission.
         """
         start = self.start(num_tokens)
         soon, at_length = (

@@ -1,4 +1,4 @@
-"""What is refused with the decode tree for models with states or windows, as rows of `cache_support.py`.
+"""Models and options refused with the decode tree and Mamba or SWA state, as entries of `cache_support.py`.
 
 Upstream: none: it names what has been verified here.
 """
@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.cache_support import FLAG, KINDS, SPECULATION, CacheKi
 
 __all__ = ["LINEAR", "STATES", "WINDOWS"]
 
-#: Models with states that have been run. Others may keep theirs in another way.
+#: Verified models with states. Others may keep their states in another way.
 STATES = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",

@@ -1,6 +1,6 @@
-"""Slots for the states of linear attention or Mamba layers, one for each request of a decode worker.
+"""State slots of linear attention or Mamba layers: one per request on decode.
 
-States come from prefill with every request, however much of its prompt decode holds: none is kept for a prefix.
+States come from prefill with every request, whatever its prefix: the tree keeps none.
 
 Upstream: sgl-project/sglang#32732 (open) and #40263 (merged), which keep a tree for such models.
 """
@@ -22,7 +22,7 @@ __all__ = ["StateSlots"]
 
 
 class StateSlots(StateKind):
-    """A request gets its slot with its row of the table, see ``disaggregation/decode.py``."""
+    """A request gets its state slot with its req_to_token slot, see ``disaggregation/decode.py``."""
 
     support, word = LINEAR, "states"
     layers = "linear attention (GDN of Qwen3-Next, KDA of Kimi-Linear), Mamba2 (of Falcon-H1, Nemotron-H)"
@@ -36,7 +36,7 @@ class StateSlots(StateKind):
         return cls(tree.req_to_token_pool)
 
     def __init__(self, rows: Any):
-        """rows: the pool of requests' rows."""
+        """rows: the req_to_token pool."""
         self.rows = rows
 
     def targets(self, req: Req, table: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The engine's tree for models with sliding windows; a decode worker with a radix cache has one of KV alone.
+"""Replaces the engine's tree for models with sliding windows by one of KV alone, on decode workers with a radix cache.
 
-Windows come from prefill with every request, so none has to be kept for a prefix.
+Windows come from prefill with every request, so the tree keeps none.
 
 Upstream: sgl-project/sglang#27770 (merged).
 """
@@ -17,10 +17,10 @@ __all__ = ["SWARadixCache"]
 
 
 class SWARadixCache(engine.SWARadixCache):
-    """A tree of KV and windows, or of KV alone where the rows of its requests say so."""
+    """The engine's tree, or one of KV alone if the pool is marked so."""
 
     def __new__(cls, params: CacheInitParams, *args: Any, **kwargs: Any) -> Any:
-        """Gives the engine the tree of KV alone for pools that are marked so, see ``managers/scheduler.py``."""
+        """Returns a `RadixCache` for marked pools, see ``managers/scheduler.py``."""
         if cls is SWARadixCache and getattr(params.req_to_token_pool, "kv_alone", False):
             return RadixCache(params)
         return super().__new__(cls)

@@ -1,8 +1,8 @@
-"""The decode tree of a model with sliding windows: it holds KV of the layers with full attention.
+"""The decode tree of a model with sliding windows: KV of the full-attention layers only.
 
-The engine's tree for such models keeps windows as well, and frees those of long prefixes while the rest of the KV
-stays. Its table from slots of one pool to slots of the other has one entry for each slot, so two requests cannot each
-have a window in slots that they share. Here nothing that is shared has a window: see `decode_windows`.
+The engine's tree for such models also keeps windows, and frees those of long prefixes first. Its mapping from full to
+window slots has one entry per slot, so two requests cannot each have a window for slots that they share. Here shared
+slots have no window: see `decode_windows`.
 
 Upstream: sgl-project/sglang#27770 (merged).
 """
@@ -30,13 +30,13 @@ __all__ = ["WindowRadixCache", "WindowSlots"]
 
 
 class WindowSlots(StateKind):
-    """The window pool of a worker, and which of its slots belongs to which slot of the other pool.
+    """The window pool of a worker, and its mapping from full-attention slots.
 
-    A request has slots here from where its window begins. No slot that is free, or in the tree, has one.
+    A request has window slots from its window's start on. Free slots and slots in the tree have none.
     """
 
     support, layers, word, has_pool = WINDOWS, "sliding windows", "windows", True
-    # Frees what no step attends to again. The queue of a worker, which is made later, knows its batch.
+    # Frees slots behind windows; set by the queue, which is created later and knows the batch.
     free_behind: Callable[[], None] = staticmethod(lambda: None)
 
     @classmethod
@@ -48,12 +48,12 @@ class WindowSlots(StateKind):
         return WindowRadixCache.take_over(engines, sliding_window_size=scheduler.sliding_window_size)
 
     def __init__(self, allocator: SWATokenToKVPoolAllocator, rule: Windows):
-        """Raises ValueError where the pool is too small for a single request."""
+        """Raises ValueError if the pool is too small for one request."""
         self.allocator = allocator
         self.rule = rule
         self.pool = allocator.swa_attn_allocator
         self.alloc = self.pool.alloc
-        # By which requests save theirs when they are retracted.
+        # For saves of retracted requests.
         allocator.window_slots = self
         if self.size < rule.most:
             raise ValueError(
@@ -69,21 +69,20 @@ class WindowSlots(StateKind):
     def available_size(self) -> int:
         return self.pool.available_size()
 
-    # ---- of one request ----
+    # ---- one request ----
 
     def available(self, running: Iterable[Req] = ()) -> int:
-        """Adds what lies behind the windows of ``running`` requests; the engine frees that from time to time."""
+        """Adds slots behind windows of ``running`` requests, which the engine frees from time to time."""
         return self.available_size() + sum(self.behind(req) for req in running)
 
     def need(self, req: Req, num_tokens: int, reserved: int) -> Need:
-        """Up to the token after its last one: nobody reads that one, but an overlapped step has its slot before the
-        result that ends the answer is known."""
+        """At most one token beyond the request's end: an overlapped step allocates it before the result is known."""
         at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
         return self.rule.need(num_tokens, max(0, at_length - num_tokens), reserved)
 
     def kept(self, live: LiveReqs, reserved: int) -> WindowsKept:
         running = [self.need(req, req.kv_allocated_len, reserved) for req in live.running]
-        # One can be on its way in two lists at once.
+        # A request may be in two lists of requests in transfer.
         coming = {id(req): req for req in live.coming}.values()
         kept = WindowsKept(
             growth=sum(need.soon - need.now for need in running),
@@ -96,7 +95,7 @@ class WindowSlots(StateKind):
         return kept
 
     def take(self, req: Req, num_tokens: int, plan: AdmissionPlan, delta: torch.Tensor) -> None:
-        """Give the end of ``delta`` slots of this pool. The prefix ends where the window begins, or before."""
+        """Give the end of ``delta`` window slots; the prefix ends at the window's start or before."""
         if plan.beside.now > self.available_size():
             self.free_behind()
         start = self.rule.start(num_tokens)
@@ -104,18 +103,18 @@ class WindowSlots(StateKind):
         req.swa_evicted_seqlen = start
 
     def targets(self, req: Req, table: torch.Tensor) -> torch.Tensor:
-        """The first slots of its window's pages."""
+        """The first slot of each page of its window."""
         return self.of(table[req.swa_evicted_seqlen :: self.rule.page_size])
 
     def indices(self, targets: np.ndarray) -> list[int]:
         return (targets // self.rule.page_size).tolist()
 
-    # ---- of slots ----
+    # ---- slots ----
 
     def give(self, slots: torch.Tensor, num_tokens: int) -> None:
-        """Give the first ``num_tokens`` of ``slots`` (whole pages of the other pool, int64) slots of this one.
+        """Map the first ``num_tokens`` of ``slots`` (whole full-attention pages, int64) to new window slots.
 
-        What is left of the last page gets its entries when decode steps use it.
+        The rest of the last page is mapped when decode steps use it.
         """
         own = self.alloc(len(slots))
         if own is None:
@@ -123,31 +122,31 @@ class WindowSlots(StateKind):
         self.allocator.full_to_swa_index_mapping[slots[:num_tokens]] = own[:num_tokens]
 
     def of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The slots here, int64, of slots of the other pool; 0 where there is none."""
+        """Window slots (int64) of full-attention slots; 0 where there is none."""
         return self.allocator.full_to_swa_index_mapping[slots]
 
     def drop(self, slots: torch.Tensor) -> None:
-        """Free what slots of the other pool have here, if they have any."""
+        """Free the window slots of full-attention slots, if any."""
         if len(slots) > 0:
             self.allocator.free_swa(slots)
 
     def save(self, table: torch.Tensor) -> tuple[list, list]:
-        """KV and window of a request, whose slots of the other pool are ``table``, in host memory."""
+        """Copy a request's KV and window to host memory. table: its full-attention slots."""
         kv, window = self.allocator.get_kvcache(), self.of(table[self.rule.start(len(table)) :])
         return kv.full_kv_pool.get_cpu_copy(table), kv.swa_kv_pool.get_cpu_copy(window)
 
     def load(self, window: list, table: torch.Tensor) -> None:
-        """Write a window that was saved to the slots that it has now."""
+        """Restore a saved window to the request's current slots."""
         self.allocator.get_kvcache().swa_kv_pool.load_cpu_copy(window, self.of(table[self.rule.start(len(table)) :]))
 
     def behind(self, req: Req) -> int:
-        """Tokens that a running request holds and will not attend to again, whole pages."""
+        """Tokens of a running request that it will not attend to again, whole pages."""
         return max(0, self.rule.start(req.seqlen - 1) - max(req.swa_evicted_seqlen, req.cache_protected_len))
 
     def audit(self, held: Sequence[torch.Tensor]) -> list[str]:
-        """Every way in which pool and table contradict that requests have windows for the slots ``held``, and no other.
+        """Faults of pool and mapping, given that exactly the slots ``held`` have windows.
 
-        held: for each request its slots of the other pool from where its window begins, int64.
+        held: per request its full-attention slots from its window's start on, int64.
         """
         wrong: list[str] = []
         mapping = self.allocator.full_to_swa_index_mapping[:-1]
@@ -173,14 +172,14 @@ class WindowSlots(StateKind):
 
 
 class WindowRadixCache(DecodeRadixCache):
-    """Decode tree over the full-attention pool of a model with sliding windows."""
+    """The decode tree over the full-attention pool of a model with sliding windows."""
 
     token_to_kv_pool_allocator: SWATokenToKVPoolAllocator
 
     def __init__(self, params: CacheInitParams):
-        """Raises ValueError where the window pool is too small for a single request."""
+        """Raises ValueError if the window pool is too small for one request."""
         assert params.sliding_window_size is not None
-        # The engine's name for it.
+        # The engine's name.
         self.sliding_window_size = params.sliding_window_size
         allocator: Any = params.token_to_kv_pool_allocator
         self.state = self.windows = WindowSlots(allocator, Windows(params.sliding_window_size, params.page_size))
@@ -188,7 +187,7 @@ class WindowRadixCache(DecodeRadixCache):
 
     @property
     def pool(self) -> Any:
-        """Replaces the base's: slots of the tree are slots of one of the two pools."""
+        """Replaces the base's: the tree's slots are full-attention slots."""
         return self.token_to_kv_pool_allocator.full_attn_allocator
 
     @property
@@ -196,23 +195,23 @@ class WindowRadixCache(DecodeRadixCache):
         return self.token_to_kv_pool_allocator.size_full
 
     def shareable(self, token_ids: Sequence[Any]) -> Sequence[Any]:
-        """Replaces the base's: the window of a request is nobody else's."""
+        """Replaces the base's: windows are not shared."""
         return token_ids[: self.windows.rule.start(len(token_ids))]
 
     def _committed_end(self, req: Req) -> int:
-        """Replaces the base's: while a request runs, its window stays its own."""
+        """Replaces the base's: a running request's window stays its own."""
         return min(req.kv_committed_len, req.swa_evicted_seqlen)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        """Drops the window first: what then enters the tree, or becomes free, has none."""
+        """Frees the window first: slots that enter the tree or become free have none."""
         table = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         self.windows.drop(table[req.cache_protected_len : req.kv_allocated_len])
         super().cache_finished_req(req, is_insert=is_insert)
 
-    # ---- what the engine asks of a tree for two pools ----
+    # ---- for the engine, which expects a tree of two pools ----
 
     def supports_swa(self) -> bool:
-        """So the engine frees what is behind the windows of running requests."""
+        """Has the engine free slots behind running requests' windows."""
         return True
 
     def full_evictable_size(self) -> int:
@@ -222,12 +221,12 @@ class WindowRadixCache(DecodeRadixCache):
         return self.protected_size()
 
     def sanity_check(self) -> None:
-        """Asked in every idle turn, after the engine's own sums of both pools; `audit` is asked from outside."""
+        """A no-op: the engine calls it in every idle turn, after its own checks of both pools."""
 
     def available_and_evictable_str(self) -> str:
         full, windows = self.pool.available_size(), self.windows.available_size()
         return f"Available tokens: {full} and {self.evictable_size()} evictable, of windows {windows}\n"
 
     def audit(self, holders: Iterable[TreeNode], held: Sequence[torch.Tensor] = ()) -> list[str]:
-        """Adds how the window pool contradicts that live requests hold the windows of ``held``, see `WindowSlots`."""
+        """Adds `WindowSlots.audit`."""
         return super().audit(holders) + self.windows.audit(held)

@@ -1,4 +1,4 @@
-"""How long a request of a model with sliding windows may be.
+"""The longest request of a model with sliding windows.
 
 Upstream: sgl-project/sglang#27770 (merged), by which the decode tree keeps windows apart.
 """
@@ -11,14 +11,14 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner(engine.ModelRunner):
-    """A model runner whose pool of windows bounds no request where the decode tree is to be a `WindowRadixCache`."""
+    """With the decode tree the window pool does not bound the request length."""
 
     @property
     def max_token_pool_size(self) -> int:
-        """Wraps the engine's, the smaller pool of a model with sliding windows.
+        """Wraps the engine's, which takes the smaller pool.
 
-        With the decode tree a request takes a bounded part of the pool of windows, however long it is, and what no
-        tree can do with is refused when it is built.
+        With the decode tree a request takes a bounded part of the window pool. A pool too small for one request is
+        refused when the tree is built.
         """
         if self.is_hybrid_swa and self.server_args.disaggregation_decode_enable_radix_cache:
             return self.max_total_num_tokens

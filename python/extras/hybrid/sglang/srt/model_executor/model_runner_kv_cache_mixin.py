@@ -1,4 +1,4 @@
-"""The number of state slots of a decode worker whose prefix cache holds none.
+"""The number of state slots of a decode worker whose prefix cache holds no states.
 
 Upstream: sgl-project/sglang#32732 (open) and #40263 (merged), which keep a tree for such models.
 """
@@ -14,21 +14,21 @@ __all__ = ["ModelRunnerKVCacheMixin"]
 
 
 class ModelRunnerKVCacheMixin(engine.ModelRunnerKVCacheMixin):
-    """Sizes the state pool of a hybrid model on decode as without the flag, one slot for each request."""
+    """Sizes decode's state pool as without the flag: one slot per request."""
 
     def _calculate_mamba_ratio(self) -> int:
-        """Wraps the engine's, which counts two slots and more for each request where there is a prefix cache."""
+        """Wraps the engine's, which counts two or more slots per request if there is a prefix cache."""
         with self._without_checkpoints():
             return super()._calculate_mamba_ratio()
 
     def handle_max_mamba_cache(self, total_rest_memory: float) -> float:
-        """Wraps the engine's, which gives half of the memory to states where there is a prefix cache."""
+        """Wraps the engine's, which gives half of the memory to states if there is a prefix cache."""
         with self._without_checkpoints():
             return super().handle_max_mamba_cache(total_rest_memory)
 
     @contextmanager
     def _without_checkpoints(self) -> Iterator[None]:
-        """The decode radix cache holds KV and no states: to the engine's sums it is not there."""
+        """Hide the decode radix cache from the engine's sizing, since it holds no states."""
         args = self.server_args
         disabled = args.disable_radix_cache
         args.disable_radix_cache = disabled or args.disaggregation_decode_enable_radix_cache

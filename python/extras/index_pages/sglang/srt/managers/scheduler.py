@@ -15,4 +15,4 @@ state_kind.register(IndexPages)
 
 
 class Scheduler(engine.Scheduler):
-    """Finds index pages in the pool of its model."""
+    """Registers index pages."""

@@ -1,6 +1,6 @@
-"""Index keys of DeepSeek's sparse attention (the engine's NSA): one page of them for each page of KV.
+"""Index keys of DeepSeek's sparse attention (the engine's NSA): one index page per KV page.
 
-An index page has the number of its KV page, so the tree, admission, quarantine and flushes need nothing of their own.
+Both have the same number, so tree, admission, quarantine and flushes need no code for index pages.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) sends all index pages of a prompt.
 """
@@ -23,7 +23,7 @@ __all__ = ["IndexPages"]
 
 
 class IndexPages(StateKind):
-    """Prefill writes the index pages of the delta only: those of the prefix are shared."""
+    """Prefill writes the delta's index pages; those of the prefix are shared."""
 
     support, layers = INDEXED, LAYERS
 
@@ -42,5 +42,5 @@ class IndexPages(StateKind):
         return table[req.held_len :: self._page_size]
 
     def indices(self, targets: np.ndarray) -> list[int] | None:
-        # Of an empty list the engine's receivers would wait for the write.
+        # The engine's receivers would wait for an empty list to be written.
         return (targets // self._page_size).tolist() or None

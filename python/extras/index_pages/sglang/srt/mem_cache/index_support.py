@@ -1,4 +1,4 @@
-"""What is refused with the decode tree for models with index pages, as a row of `cache_support.py`.
+"""Options refused with the decode tree and index pages, added to `cache_support.py`.
 
 Upstream: none: it names what has been verified here.
 """

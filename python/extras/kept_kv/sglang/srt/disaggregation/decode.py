@@ -1,4 +1,4 @@
-"""Notes which prefixes a prefill has sent, see ``mem_cache/known_prefixes.py``.
+"""Marks prefixes that a prefill has sent, see ``mem_cache/known_prefixes.py``.
 
 Upstream: none is known.
 """
@@ -17,7 +17,7 @@ add_layer(KnowingRadixCache)
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Transfers of a decode worker, of which the tree knows that prefill has them."""
+    """Marks transferred prefixes in the tree."""
 
     def _poll_transfers(self) -> list[Any]:
         arrived = super()._poll_transfers()

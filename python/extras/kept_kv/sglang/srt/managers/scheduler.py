@@ -1,4 +1,4 @@
-"""Scheduler of a worker that may have a tier: busy while KV is on its way.
+"""A scheduler with copies to or from a tier is busy.
 
 Upstream: none is known.
 """
@@ -12,16 +12,16 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """Knows of KV on its way to or from a tier."""
+    """Busy during copies to or from a tier."""
 
     def rests(self) -> bool:
-        """Not while anything is on its way to or from a tier."""
+        """False during copies."""
         return super().rests() and not self._copies()
 
     def _copies(self) -> bool:
         return getattr(self.tree_cache, "tier", NO_TIER).busy
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while KV is on its way to or from a tier."""
+        """Does not sleep during copies."""
         if not self._copies():
             super().maybe_sleep_on_idle()

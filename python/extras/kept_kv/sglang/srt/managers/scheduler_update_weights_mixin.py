@@ -1,4 +1,4 @@
-"""Weight updates of a worker: what is kept of its KV elsewhere, or read from there, is of other weights from then on.
+"""Weight updates: KV kept outside of the worker belongs to the old weights afterwards.
 
 Upstream: none is known.
 """
@@ -16,26 +16,26 @@ __all__ = ["SchedulerUpdateWeightsMixin"]
 
 
 class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
-    """Tells of weights that are about to change."""
+    """Announces weight changes to tiers and extras."""
 
     def update_weights_from_disk(self, recv_req):
-        """The worker leaves its tier before."""
+        """Stops the tier first."""
         return self._update(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req):
-        """The worker leaves its tier before."""
+        """Stops the tier first."""
         return self._update(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req):
-        """The worker leaves its tier before."""
+        """Stops the tier first."""
         return self._update(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req):
-        """The worker leaves its tier before."""
+        """Stops the tier first."""
         return self._update(super().update_weights_from_ipc, recv_req)
 
     def release_memory_occupation(self, recv_req):
-        """Waits for copies, since the engine takes the memory away first, and flushes then."""
+        """Waits for copies: the engine frees the memory before it flushes."""
         tier = getattr(self.tree_cache, "tier", None)
         if tier is not None and self.disaggregation_mode != DisaggregationMode.NULL:
             tier.wait()
@@ -44,26 +44,26 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         return super().release_memory_occupation(recv_req)
 
     def check_weights(self, recv_req):
-        """One of its actions overwrites the weights, at once and whatever is under way."""
+        """``reset_tensors`` overwrites the weights at once, without waiting for requests."""
         if recv_req.action == "reset_tensors":
             self.before_weight_update()
             self.weights_changing()
         return super().check_weights(recv_req)
 
     def before_weight_update(self) -> None:
-        """The weights are about to change: what a tier keeps is of others from then on."""
+        """The weights are about to change: the tier's KV becomes invalid."""
         tier = getattr(self.tree_cache, "tier", None)
         if tier is not None:
             tier.stop()
 
     def weights_changing(self) -> None:
-        """The weights are about to change, or to be taken away, whatever comes of it. For extras."""
+        """The weights are about to change or be released; the result does not matter. For extras."""
 
     def _update(self, update: Callable[[Any], Any], recv_req):
         self.before_weight_update()
         return self._change(update, recv_req)
 
     def _change(self, update: Callable[[Any], Any], recv_req):
-        """With memory that is given back go the weights; what is there when it is taken again may be others."""
+        """Releasing memory counts as a change: other weights may be loaded later."""
         self.weights_changing()
         return update(recv_req)

@@ -1,7 +1,7 @@
-"""Which prefixes of decode's tree a prefill has computed, or seen in a prompt of which it sent the rest.
+"""Marks nodes of decode's tree whose prefix a prefill has computed, or seen in a prompt whose delta it sent.
 
-What decode has computed itself, answers and short remainders, no prefill has; it computes that too when it is asked for
-what comes after it. Kept at the engine's tree nodes: of a node that is known, all above it is.
+What decode computed itself, answers and short deltas, no prefill has: it recomputes that when asked for a later part.
+If a node is marked, so are all above it.
 
 Upstream: none is known.
 """
@@ -23,19 +23,19 @@ _NAME = "known_to_prefill"
 
 
 def is_known(node: TreeNode) -> bool:
-    """Whether a prefill has, or had, the KV of this node."""
+    """Whether a prefill has, or had, this node's KV."""
     return getattr(node, _NAME, False)
 
 
 def note_known(node: TreeNode | None) -> None:
-    """A prefill has sent what ends with ``node``. Cost: the nodes above it that were not known."""
+    """A prefill has sent what ends with ``node``. Cost: the unmarked nodes above it."""
     while node is not None and node.parent is not None and not is_known(node):
         setattr(node, _NAME, True)
         node = node.parent
 
 
 def unknown_to_prefill(found: PrefixPeek) -> int:
-    """Tokens at the end of what the tree holds of a prompt that no prefill has. Cost: the nodes that hold them."""
+    """Tokens at the end of a match that no prefill has. Cost: their nodes."""
     tokens, span = 0, found.in_last
     for i in range(len(found.path) - 1, -1, -1):
         if is_known(found.path[i]):
@@ -46,7 +46,7 @@ def unknown_to_prefill(found: PrefixPeek) -> int:
 
 
 def is_plain(req: Req) -> bool:
-    """Whether nothing in a request needs a whole prefill: what it says of the prompt itself, or what is no token."""
+    """Whether a request needs no whole prefill: no prompt logprobs or hidden states, and tokens only."""
     in_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
     extra = in_prompt or req.return_hidden_states or req.return_routed_experts or req.is_prefill_only
     other = req.input_embeds is not None or req.multimodal_inputs is not None or req.session is not None
@@ -54,7 +54,7 @@ def is_plain(req: Req) -> bool:
 
 
 class KnowingRadixCache(DecodeRadixCache):
-    """Layer of each decode tree: what is known of a node is known of both parts of it."""
+    """Layer of each decode tree: a split keeps the mark on both parts."""
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)

@@ -1,8 +1,8 @@
-"""The name under which a worker's KV is kept outside of it: in a PegaFlow server, in a storage, in a peer's memory.
+"""The namespace of a worker's KV outside of it: in a PegaFlow server, a storage or a peer's memory.
 
-Workers with the same name read each other's KV. Nothing here looks at weights: which ones are the same is what the
-operator says, with `--kv-namespace`, or else the model's path and revision and `--weight-version`. An online update of
-the weights changes no name; who keeps KV under one stops using it then (`before_weight_update`).
+Workers with the same namespace read each other's KV. Weights are not compared: the operator names them with
+`--kv-namespace`, otherwise model path, revision and `--weight-version` count. An online weight update keeps the
+namespace; its users stop using it then (`before_weight_update`).
 
 Upstream: none is known.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kv_namespace"]
 
-# Options by which the KV of the same tokens differs with the same weights.
+# Options that change the KV of the same tokens and weights.
 _OPTIONS = (
     "dtype",
     "kv_cache_dtype",
@@ -34,12 +34,12 @@ _OPTIONS = (
 
 
 def kv_namespace(args: ServerArgs, *more: object) -> str:
-    """The part of a name that the options tell. more: what else the KV depends on, as a draft's model."""
-    # A directory by where it is: the same words name another one elsewhere.
+    """The namespace from the options. more: what else the KV depends on, such as a draft's model."""
+    # Relative paths are made absolute: they differ between directories.
     path = os.path.abspath(args.model_path) if os.path.isdir(args.model_path) else args.model_path
     weights = args.kv_namespace or [path, args.revision, args.weight_version]
     told = [weights, *(getattr(args, name) for name in _OPTIONS), *more]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
-    # What a reader knows it by; the digest tells apart.
+    # A readable part; the digest makes it unique.
     to_read = re.sub(r"[^A-Za-z0-9._-]+", "-", args.kv_namespace or PurePosixPath(path).name).strip("-.")[:64]
     return f"{to_read or 'model'}-{digest}"

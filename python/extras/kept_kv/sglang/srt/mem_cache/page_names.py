@@ -1,8 +1,8 @@
-"""What pages of KV are called in a PegaFlow server and in a storage, within a namespace: a chain of hashes per prompt.
+"""Names of KV pages in a PegaFlow server or storage, within a namespace: a chain of hashes per prompt.
 
-It begins with the prompt's ``extra_key`` (salt, adapter), so that nobody reads another's. All else is in the namespace:
-the model, what a page is made of, and the TP rank. The engine's own names have of these only the tokens, the model's
-name and the TP rank: its hierarchical cache cannot share pages with these, nor tell two models of one name apart.
+The chain starts with the prompt's ``extra_key`` (salt, adapter), so that tenants stay apart. The namespace covers the
+model, the page layout and the TP rank. The engine's own names cover only tokens, model name and TP rank: its
+hierarchical cache cannot share these pages, and mixes up models of one name.
 
 Upstream: none: sgl-project/sglang#17221 was closed. From #25101 (merged) on a release takes trees of other packages.
 """
@@ -23,18 +23,17 @@ _TOKEN = array("q")
 
 
 def first_hash(extra_key: str | None) -> bytes:
-    """What the hash of a prompt's first page is chained to: another one for each ``extra_key``."""
+    """The start of a prompt's hash chain; differs between ``extra_key`` values."""
     return hashlib.sha256(
         b"none" if extra_key is None else b"key:" + extra_key.encode("utf-8", "surrogatepass")
     ).digest()
 
 
 def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[bytes]:
-    """One hash for each whole page of ``token_ids``, SHA-256 of the hash before it and the page's tokens (int64).
+    """One hash per whole page: SHA-256 of the hash before it and the page's tokens (int64).
 
-    token_ids: ints or, with a draft, pairs of them. before: the hash of the page that ends where they begin, or
-    `first_hash`. A rest of less than a page has none. Cost: about a microsecond per page and what SHA-256 takes for 8
-    bytes per token.
+    token_ids: ints or, with a draft, pairs of them. before: hash of the previous page, or `first_hash`. A partial last
+    page has none. Cost: about 1 us per page plus SHA-256 of 8 bytes per token.
     """
     if token_ids and isinstance(token_ids[0], tuple):
         token_ids, page_size = [token for pair in token_ids for token in pair], 2 * page_size
@@ -48,7 +47,7 @@ def page_names(token_ids: Sequence[Any], page_size: int, before: bytes) -> list[
 
 
 def name_pages(tree: RadixCache, node: TreeNode) -> None:
-    """A new leaf of ``tree`` gets the names of its pages."""
+    """Set the page names of a new leaf."""
     at_root = node.parent is tree.root_node
     before = first_hash(node.key.extra_key) if at_root else node.parent.page_names[-1]
     node.page_names = page_names(node.key.token_ids, tree.page_size, before)
@@ -61,9 +60,9 @@ def split_names(upper: TreeNode, lower: TreeNode, page_size: int) -> None:
 
 
 def rank_namespace(name: str, made_of: Sequence[object], tp_rank: int | None, tp_size: int) -> str:
-    """The name of one TP rank: its part of the heads or, with ``tp_rank`` None (MLA), what all ranks have alike.
+    """The namespace of one TP rank's pages. tp_rank: None if all ranks hold the same (MLA).
 
-    made_of: what a page is made of: its size, and of each buffer layer, heads, dimension and number format.
+    made_of: the page layout: its size, and each buffer's layer, heads, dimension and number format.
     """
     shape = hashlib.sha256(repr(list(made_of)).encode()).hexdigest()[:16]
     return f"{name}-{shape}-tp{'all' if tp_rank is None else tp_rank}of{tp_size}"

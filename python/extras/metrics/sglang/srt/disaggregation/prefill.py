@@ -1,4 +1,4 @@
-"""The engine's own figures of a transfer are those of what is sent.
+"""Corrects the engine's transfer metrics to what is sent.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -11,10 +11,10 @@ __all__ = ["PrefillBootstrapQueue"]
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
-    """Notes of each request what decode holds."""
+    """Notes decode's prefix of each request."""
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Adds it to the times of a request."""
+        """Adds decode's prefix length to the request's times."""
         popped, failed = super().pop_bootstrapped(True, rids_to_check)
         for req in popped:
             req.time_stats.decode_prefix_len = req.start_send_idx

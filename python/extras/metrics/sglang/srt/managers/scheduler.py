@@ -1,4 +1,4 @@
-"""What a worker counts, and says of its requests and pools.
+"""Metrics of a worker's requests and pools.
 
 Upstream: none is known.
 """
@@ -16,4 +16,4 @@ hooks.register(hooks.Events, KvTransferCounters.get)
 
 
 class Scheduler(SchedulerGaugesMixin, engine.Scheduler):
-    """Scheduler that says what it has in hand."""
+    """Reports requests and pools."""

@@ -1,4 +1,4 @@
-"""What a worker says of its requests and pools, in its state and as gauges.
+"""Requests and pools of a worker, in its state and as gauges.
 
 Upstream: none is known.
 """
@@ -22,16 +22,16 @@ __all__ = ["SchedulerGaugesMixin", "kept_for_copies", "places"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two audits of an idle decode worker, of which the second comes only if anything has happened.
+# Seconds between two audits of an idle decode worker; none without changes.
 AUDIT_S = 60.0
-# Contradictions that a line of the log names.
+# Faults in one log line.
 FAULTS_NAMED = 10
-# The engine's scheduler comes behind.
+# The engine's scheduler follows in the MRO.
 Base: Any = object
 
 
 def kept_for_copies(tree: DecodeRadixCache) -> int:
-    """Tokens of the pool that copies to and from a tier keep, with what lies above them."""
+    """Pool tokens locked by copies to and from a tier, with all tokens above them."""
     return tokens_above(tree.tier.nodes_in_use()) + tree.tier.unreturned_tokens
 
 
@@ -41,7 +41,7 @@ def held_tokens(pools: Pools) -> int:
 
 
 def places(pools: Pools) -> dict[str, tuple[int, int]]:
-    """Size and free places of each pool that a worker has, by name: tokens, slots, rows and buffers."""
+    """Size and free places of a worker's pools, by name: tokens, slots and buffers."""
     rows, tree = pools.rows, pools.tree
     found = {"rows": (rows.size + getattr(rows, "pre_alloc_size", 0), len(rows.free_slots))}
     if pools.has_one_kv_pool():
@@ -58,9 +58,9 @@ def places(pools: Pools) -> dict[str, tuple[int, int]]:
 
 
 def mark(pools: Pools) -> tuple[Any, ...]:
-    """Figures of which one changes with whatever a request does on a decode worker with the flag.
+    """Figures that change with every action of a request on a decode worker with the flag, and with a flush.
 
-    Or a flush: it begins the counts of locks anew, and only the tree's generation and growth never go back.
+    A flush resets the lock counts; only the tree's generation and growth always increase.
     """
     tree = pools.tree
     counts = tree.generation, tree.growth, tree.locks_taken, tree.locks_released
@@ -68,37 +68,37 @@ def mark(pools: Pools) -> tuple[Any, ...]:
 
 
 class SchedulerGaugesMixin(Base):
-    """Counts requests by state, and writes the gauges of a worker with --enable-metrics."""
+    """Counts requests by state; writes a worker's gauges with --enable-metrics."""
 
-    # The most tokens that requests held at the end of a step of the decode queue, since the last flush. And the longest
-    # that such a step has taken, or a request's way into the queue; seconds.
+    # Since the last flush: most tokens held by requests at the end of a decode queue step; and the longest such step,
+    # or insertion of a request into the queue, seconds.
     kv_used_peak = 0
     longest_queue_step = 0.0
-    # The engine's, of which each scheduler has its own from its start on.
+    # The engine's attribute, set at each scheduler's start.
     enable_metrics = False
     _gauges: WorkerGauges | None = None
-    # When tree and pools were last audited, and how they were.
+    # Time and state of the last audit.
     _audited_at = 0.0
     _audited: tuple[Any, ...] | None = None
-    # What the last audit has found.
+    # Its faults.
     _faults: list[str] | None = None
 
     def _in_pair(self) -> bool:
         return self.disaggregation_mode != DisaggregationMode.NULL
 
     def init_disaggregation(self) -> None:
-        """Makes the counters, which go by the rank: the queues ask for them without."""
+        """Creates the counters with the rank, before the queues use them."""
         if self.server_args.disaggregation_mode != "null":
             KvTransferCounters.of(self)
         super().init_disaggregation()
 
-    # ---- the record since the last flush ----
+    # ---- records since the last flush ----
 
     def process_decode_queue(self) -> None:
-        """Records a step of the decode queue, with the flag or without.
+        """Records a step of the decode queue, with or without the flag.
 
-        It ends when what it admitted has its pages, and begins after a decode step has freed those of the answers that
-        ended in it, so the record misses no request, however short its life.
+        At its end admitted requests have their pages, and at its start those that ended have freed theirs. So the
+        record includes requests of any length.
         """
         began = thread_time.now()
         super().process_decode_queue()
@@ -108,20 +108,20 @@ class SchedulerGaugesMixin(Base):
         self.longest_queue_step = max(self.longest_queue_step, thread_time.now() - began)
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Records how long a request's way into the queue takes."""
+        """Records the time of a request's insertion."""
         began = thread_time.now()
         super()._add_request_to_queue(req, is_retracted)
         self.longest_queue_step = max(self.longest_queue_step, thread_time.now() - began)
 
     def flush_cache(self) -> bool:
-        """Begins the record anew."""
+        """Resets the records."""
         self.kv_used_peak, self.longest_queue_step = 0, 0.0
         return super().flush_cache()
 
-    # ---- what is said ----
+    # ---- reports ----
 
     def pool_record(self, idle: bool) -> dict[str, Any]:
-        """Adds the record, the audit and the requests; tokens and seconds."""
+        """Adds records, audit and requests; tokens and seconds."""
         more: dict[str, Any] = {"longest_queue_step_s": round(self.longest_queue_step, 3)}
         if self.pools().has_one_kv_pool():
             more = {"used_peak": self.kv_used_peak} | more
@@ -136,7 +136,7 @@ class SchedulerGaugesMixin(Base):
         self.publish_gauges()
 
     def state_of_requests(self) -> dict[str, Any]:
-        """How many requests are in each state, and the oldest of them; empty without disaggregation."""
+        """Requests by state, and the oldest; empty without disaggregation."""
         if not self._in_pair():
             return {}
         found = in_hand(self)
@@ -144,7 +144,7 @@ class SchedulerGaugesMixin(Base):
         return {"requests": counts(found, decodes), "oldest": oldest(found)}
 
     def publish_gauges(self) -> None:
-        """Write the gauges, if it is time to. Called in every turn of the loop, idle ones too."""
+        """Write the gauges if they are due. Called in every turn of the loop, also when idle."""
         if not (self.enable_metrics and self._in_pair()):
             return
         if self._gauges is None:
@@ -159,19 +159,19 @@ class SchedulerGaugesMixin(Base):
 
     def _publish_decode(self, gauges: WorkerGauges, found: list[InHand]) -> None:
         held = [each.req for each in found if each.state == "quarantined"]
-        # An error may have come before it got any memory.
+        # A request may fail before it has a slot.
         gauges.write_quarantine(sum(req.kv_allocated_len for req in held if req.req_pool_idx is not None))
         tree = self.tree_cache
         if not isinstance(tree, DecodeRadixCache):
             return
         KvTransferCounters.get(self.server_args).tree(tree.evictable_size(), tree.protected_size())
         gauges.write_copying(kept_for_copies(tree))
-        # It takes a look at every slot of the tree, which nobody should wait for.
+        # The audit visits every slot of the tree, so no request may be waiting.
         if time.monotonic() - self._audited_at > AUDIT_S and self.rests():
             self.audit_at_rest()
 
     def audit_at_rest(self) -> list[str]:
-        """What the audit of an idle decode worker with the flag finds; nothing is audited twice in the same state."""
+        """Faults of an idle decode worker with the flag; no second audit in the same state."""
         pools = self.pools()
         now = mark(pools)
         if self._faults is None or now != self._audited:
@@ -181,9 +181,9 @@ class SchedulerGaugesMixin(Base):
         return self._faults
 
     def publish_audit(self, faults: list[str] | None) -> None:
-        """Write how many faults an audit has found, and log them if they are others; None where there was no audit.
+        """Write the number of faults, and log new ones. None: there was no audit.
 
-        Each TP rank audits itself, and only the first says of itself what it has found.
+        Each TP rank audits itself; only the first reports its faults.
         """
         if faults is None:
             return

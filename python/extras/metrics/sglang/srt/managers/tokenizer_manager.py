@@ -1,4 +1,4 @@
-"""The engine's count of cached tokens has what decode held.
+"""Includes decode's prefix in the engine's count of cached tokens.
 
 Upstream: none is known.
 """
@@ -11,12 +11,12 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Counts what decode held."""
+    """Counts decode's prefix."""
 
     def collect_metrics(self, state: engine.ReqState, recv_obj, i: int) -> None:
-        """Counts what decode held among the cached tokens of a request that has ended, as `device`.
+        """Counts decode's prefix of an ended request as cached on `device`.
 
-        The engine counts the parts that it knows, and not what their sum lacks. A client is told them as they were.
+        The engine counts only the parts that it knows. The client's answer is unchanged.
         """
         parts = getattr(recv_obj, "cached_tokens_details", None) if state.finished else None
         if parts and parts[i] and "decode_prefix" in parts[i]:

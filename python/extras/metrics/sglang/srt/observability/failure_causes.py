@@ -1,4 +1,4 @@
-"""Causes of failed requests in a few words, so that they can be counted by them.
+"""Classifies failure messages by cause, as a metrics label.
 
 Upstream: none is known.
 """
@@ -9,9 +9,9 @@ import re
 
 __all__ = ["CAUSES", "ELSEWHERE", "OTHER", "cause_of"]
 
-# What a rank counts that has only been told by another rank of its worker, and what none of the rest is.
+# The message comes from another rank of this worker; and no sign matches.
 ELSEWHERE, OTHER = "other_rank", "other"
-# The first that is found in a reason names its cause: what a peer reports is looked at for what it says itself.
+# The first match counts: a reported message is classified by the peer's own reason.
 _SIGNS = {
     "gave_up": "decode gave the request up|[Aa]borted",
     "digest": "is not what prefill sent|no digest of|the digest that prefill sent",
@@ -30,19 +30,19 @@ _SIGNS = {
 }
 CAUSES = (*_SIGNS, ELSEWHERE, OTHER)
 _PATTERNS = [(cause, re.compile(signs)) for cause, signs in _SIGNS.items()]
-# A message begins with what it is about, and there names the room.
+# The subject at a message's start, which names the room.
 _BEGINNING = re.compile(
     r"^(?:Decode|Prefill) \w+ failed for request .*?(?:bootstrap_room=|room )\d+\)?:? ?"
     r"|^(?:with exception )?KVTransferError\(bootstrap_room=\d+\): "
 )
-# A worker by its address, whose name says nothing of a cause.
+# Host names must not match a sign.
 _ADDRESS = re.compile(r"[\w.\-\[\]:]+:\d+")
-# What a rank says that knows of no reason of its own.
+# Messages of ranks that have no reason of their own.
 _UNKNOWN = re.compile("no reason was recorded|another pipeline stage|failed on another rank of")
 
 
 def cause_of(message: str) -> str:
-    """The cause, one of `CAUSES`, that the message of a failed request names."""
+    """The cause of a failed request, one of `CAUSES`."""
     reason = _BEGINNING.sub("", _BEGINNING.sub("", message))
     if not reason or _UNKNOWN.search(reason):
         return ELSEWHERE

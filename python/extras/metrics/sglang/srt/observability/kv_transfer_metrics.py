@@ -1,4 +1,4 @@
-"""Counters of what a worker's KV transfers have moved, and have not had to.
+"""Counters of a worker's KV transfers.
 
 Upstream: none is known.
 """
@@ -19,17 +19,17 @@ __all__ = ["KvTransferCounters"]
 
 
 class KvTransferCounters(Events):
-    """Prometheus counters of one worker; every method is a no-op unless the server runs with ``--enable-metrics``.
+    """Prometheus counters of one worker; every method is a no-op without ``--enable-metrics``.
 
-    The engine's multiprocess exporter adds up what the ranks count. Requests and their tokens are the same on all TP
-    ranks, so the one that answers clients counts them; bytes, runs and peers each rank counts for itself.
+    The engine's multiprocess exporter sums the ranks. Requests and their tokens are equal on all TP ranks, so only the
+    rank that answers clients counts them. Bytes, runs and peers are counted by each rank.
     """
 
     _made: dict[tuple[str, str], KvTransferCounters] = {}
 
     @classmethod
     def of(cls, scheduler: Any) -> KvTransferCounters:
-        """Those of a scheduler, which knows its ranks: called before anybody asks for them without."""
+        """The counters of a scheduler's rank; has to be the first call, since later ones omit the rank."""
         args = scheduler.server_args
         if not args.enable_metrics:
             return cls.get(args)
@@ -39,10 +39,10 @@ class KvTransferCounters(Events):
 
     @classmethod
     def get(cls, server_args: ServerArgs, dp_rank: int | None = None, answers: bool = True) -> KvTransferCounters:
-        """The counters of this process; made once, since Prometheus refuses a second registration.
+        """The counters of this process; created once, since Prometheus refuses a second registration.
 
-        The first to ask gives the rest. dp_rank: where there are several; it becomes a label, as of the engine's
-        metrics. answers: whether this rank is the one of its DP rank that answers clients.
+        The first call's arguments count. dp_rank: with DP, a label as in the engine's metrics. answers: whether this
+        rank answers its DP rank's clients.
         """
         key = (server_args.served_model_name, server_args.disaggregation_mode)
         if key not in cls._made:
@@ -53,10 +53,10 @@ class KvTransferCounters(Events):
         self.enabled, self._counts_requests = enabled, enabled and answers
         if not enabled:
             return
-        # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
+        # After the engine has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge
 
-        # Gauges show what one process wrote last, and each DP rank has a tree of its own.
+        # Gauges show one process's last write, and each DP rank has its own tree.
         of_rank = {} if dp_rank is None else {"dp_rank": str(dp_rank)}
         self._labels = {"model_name": model_name, "engine_type": engine_type, **of_rank}
         names = list(self._labels)
@@ -70,7 +70,7 @@ class KvTransferCounters(Events):
 
         self._failed = counter("kv_transfer_failures", "Requests that failed with status 500, by cause.", by="cause")
         for cause in CAUSES:
-            # Shown from the start: of a counter that begins at 1, no increase is seen.
+            # Exposed from the start: a counter that starts at 1 shows no increase.
             self._failed.labels(**self._labels, cause=cause)
         self._lost = counter("kv_transfer_peers_lost", "Workers of the other kind that were lost.")
         if engine_type == "prefill":
@@ -110,12 +110,12 @@ class KvTransferCounters(Events):
         return dict(self._labels) if self.enabled else {}
 
     def ended(self, reason: Any) -> None:
-        """A request has ended by an abort, of the engine's kind: counted is what failed by no fault of the client."""
+        """A request was aborted. Counted if the client was not at fault."""
         if self._counts_requests and getattr(reason, "status_code", None) == HTTPStatus.INTERNAL_SERVER_ERROR:
             self.failed(reason.message)
 
     def failed(self, message: str) -> None:
-        """A request has failed; its client is told ``message``."""
+        """A request failed. message: the client's."""
         if self._counts_requests:
             self._failed.labels(**self._labels, cause=cause_of(message)).inc()
 
@@ -128,7 +128,7 @@ class KvTransferCounters(Events):
     ) -> None:
         if not self.enabled:
             return
-        # What is cut for another TP size is cut as its first buffer is; a draft's differ in size, and are then not cut.
+        # For another TP size all buffers are cut as the first one. A draft's have other sizes, and are not cut then.
         first = kv_args.kv_item_lens[0] if kv_args.kv_item_lens else 1
         page_bytes = sum(kv_args.kv_item_lens) * min(their_item_len, first) // first
         self._states.inc(states * sum(kv_args.state_item_lens) if states else 0)
@@ -151,7 +151,7 @@ class KvTransferCounters(Events):
 
     def admitted(self, decode_req: DecodeRequest, prefix_len: int, loaded: int) -> None:
         entry = decode_req.entry
-        # What waits for transfers has it.
+        # Only the extra prefix_order has it.
         waited_s = getattr(entry, "waited_s", 0.0)
         if self._counts_requests and getattr(entry, "following_since", None) is not None:
             self._followed.inc()

@@ -1,4 +1,4 @@
-"""Transfer figures of a request whose prefix decode held, and its spans.
+"""Transfer figures and spans of a request whose prefix decode held.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged); for spans none is known.
 """
@@ -14,16 +14,16 @@ __all__ = ["SchedulerReqTimeStats"]
 
 
 class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
-    """Request times that know how much of the prompt was not sent."""
+    """Request times that exclude the prefix from transfer figures."""
 
-    # Tokens that decode held, so that prefill did not send them.
+    # Tokens that prefill did not send because decode held them.
     decode_prefix_len = 0
 
     def note_admitted(self, held: int, host: int, local: bool, followed_s: float) -> None:
-        """Tell the span of the handshake that a decode worker has admitted the request; it ends when KV is asked for.
+        """Add the admission on decode to the trace: an event in the handshake's span, which the request for KV ends.
 
-        held, host: tokens of the prompt that the tree holds, and further ones from host memory. local: whether the rest
-        is computed here. followed_s: seconds for which it has waited for another request's transfer.
+        held, host: prompt tokens in the tree, and further ones in host memory. local: decode computes the rest.
+        followed_s: seconds spent waiting for another's transfer.
         """
         if self.trace_ctx.tracing_enable:
             told = {"held_tokens": held, "host_tokens": host, "computed_here": local, "followed_s": followed_s}
@@ -31,9 +31,9 @@ class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
             self.trace_ctx.trace_event("admitted", 1, at, told)
 
     def set_prefill_finished_time(self, ts: float | None = None) -> None:
-        """On a decode worker that has computed the prompt, within the span in which the request decodes.
+        """On decode: a prefill span within the decode span, for a prompt computed here.
 
-        The engine would close that span, and take the first step of decode for as long as its clock has run.
+        The engine would end the decode span, and count this time as the first decode step's.
         """
         if self.disagg_mode != DisaggregationMode.DECODE:
             super().set_prefill_finished_time(ts)
@@ -46,5 +46,5 @@ class SchedulerReqTimeStats(engine.SchedulerReqTimeStats):
             self.trace_slice(stage, self.last_forward_entry_time, ts)
 
     def compute_and_observe_kv_transfer_metrics(self, num_tokens: int, **kwargs) -> dict | None:
-        """Wraps the engine's figures, which take every prompt token for sent: size and speed are those of the delta."""
+        """Wraps the engine's, which counts every prompt token as sent: size and speed are those of the delta."""
         return super().compute_and_observe_kv_transfer_metrics(num_tokens - self.decode_prefix_len, **kwargs)

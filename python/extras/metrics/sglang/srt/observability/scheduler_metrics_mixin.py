@@ -1,4 +1,4 @@
-"""What a worker tells load balancers of its requests, with those that decode computes itself.
+"""Load reports to load balancers, including requests that decode computes itself.
 
 Upstream: none is known.
 """
@@ -22,10 +22,10 @@ class SchedulerMetricsMixin(engine.SchedulerMetricsMixin):
     """Counts requests that are in no queue of the engine."""
 
     def get_load(self, recv_req: GetLoadReqInput | None = None) -> GetLoadReqOutput | None:
-        """Adds prompts that decode computes itself, as requests that wait, like those in transfer.
+        """Adds prompts that decode computes itself as waiting requests, like those in transfer.
 
-        As of those, tokens are all of a request's, beside what it holds of the pool. Asked for with every output,
-        without ``recv_req``: it is None there where nobody reads it.
+        Like for those, all of a request's tokens count, beside what it holds of the pool. Called for every output with
+        ``recv_req`` None; returns None then if the load is not read.
         """
         if recv_req is None and not self._is_load_read():
             return None
@@ -38,16 +38,16 @@ class SchedulerMetricsMixin(engine.SchedulerMetricsMixin):
         return load
 
     def get_loads(self, *args, **kwargs) -> GetLoadsReqOutput:
-        """Adds the same to the requests that wait; tokens are here those of the pool, which these have already."""
+        """Adds the same requests; tokens are those of the pool here, which include theirs."""
         loads = super().get_loads(*args, **kwargs)
         loads.num_waiting_reqs += len(self._computed_here())
         return loads
 
     def _is_load_read(self) -> bool:
-        """Whether anybody reads the load that comes with an output: a DP controller does.
+        """Whether the load of an output is read: a DP controller reads it.
 
-        It costs a look at each request that waits, with each output, and many failures of one step are as many outputs.
-        Decode without the flag is left as it is.
+        It costs a look at each waiting request per output, and many failures of one step are as many outputs. Decode
+        without the flag is unchanged.
         """
         pd = self.disaggregation_mode == DisaggregationMode.PREFILL or isinstance(self.tree_cache, DecodeRadixCache)
         return not pd or self.server_args.dp_size > 1

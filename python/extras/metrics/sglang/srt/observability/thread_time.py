@@ -1,8 +1,8 @@
-"""Time as a thread has it: it stands still while a busy host gives the thread no core.
+"""Thread time: excludes waits for a CPU core on a busy host.
 
-A step that is long by it has waited for something else, a peer for instance. The kernel counts what a thread waits for
-a core in the second field of /proc/thread-self/schedstat, nanoseconds
-(https://docs.kernel.org/scheduler/sched-stats.html). Where there is none, time goes by.
+So a step that is long by it has waited for something else, such as a peer. The kernel counts core waits in the second
+field of /proc/thread-self/schedstat, nanoseconds (https://docs.kernel.org/scheduler/sched-stats.html). Without that
+file it is the monotonic clock.
 
 Upstream: none is known.
 """
@@ -21,7 +21,7 @@ _thread = threading.local()
 
 
 def now() -> float:
-    """Seconds; only differences between two of one thread mean something. Takes microseconds."""
+    """Seconds; only differences within one thread are meaningful. Takes microseconds."""
     at = time.monotonic()
     file = getattr(_thread, "file", None)
     if file is None:

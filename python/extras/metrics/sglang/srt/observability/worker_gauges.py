@@ -1,4 +1,4 @@
-"""What a worker of a pair has in hand: requests by state, pools, and what its audit has found; figures and gauges.
+"""Requests by state, pools and audit results of a worker: figures and Prometheus gauges.
 
 Upstream: none is known.
 """
@@ -19,24 +19,23 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["DECODE_STATES", "PREFILL_STATES", "InHand", "WorkerGauges", "counts", "in_hand", "oldest"]
 
-# On decode: before its admission (waiting: for memory or its turn; held_back: for the transfer of another), in transfer
-# or computed here, received and not yet in a batch, in the batch, taken out of it for want of memory; and what has
-# failed and may still be written to.
+# Decode: before admission (waiting: for memory or its turn; held_back: for another's transfer), in transfer or computed
+# here, received and not yet in a batch, in the batch, retracted; and failed requests to which prefill may still write.
 DECODE_STATES = (
     *("handshake", "waiting", "held_back", "transfer", "local", "received", "running", "retracted", "quarantined"),
 )
-# On prefill: until decode asks, until its turn, in the step, and until decode has all of it.
+# Prefill: until decode's request for KV, until scheduled, in the batch, and until all is sent.
 PREFILL_STATES = ("bootstrap", "waiting", "running", "sending")
-# When a request came into a state, where that is noted; it shook hands from when it came.
+# Entry time of a state, where one is noted. Other states count from the arrival.
 _ENTERED = {"transfer": "decode_transfer_queue_entry_time", "sending": "prefill_transfer_queue_entry_time"}
 # Seconds between two writes of the gauges.
 PUBLISH_S = 1.0
-# Of what the processes of a worker write, by the exporter's names.
+# The exporter's modes of combining the processes of a worker.
 _Shown = Literal["mostrecent", "livemax", "livemin"]
 
 
 class InHand(NamedTuple):
-    """A request, in which state, and the tokens of its prompt that decode held (0: none, or not known yet)."""
+    """A request and its state. prefix: prompt tokens that decode held; 0 if none, or not known yet."""
 
     req: Any
     state: str
@@ -44,13 +43,13 @@ class InHand(NamedTuple):
 
     @property
     def since(self) -> float:
-        """When it came, by the performance counter; 0 if that is not known."""
+        """Arrival by the performance counter; 0 if unknown."""
         times = self.req.time_stats
         return times.decode_prealloc_queue_entry_time or times.prefill_bootstrap_queue_entry_time
 
     @property
     def entered(self) -> float:
-        """When its transfer began, of one in transfer or being sent; of others `since`."""
+        """Entry into state transfer or sending; for other states `since`."""
         return (self.state in _ENTERED and getattr(self.req.time_stats, _ENTERED[self.state])) or self.since
 
 
@@ -58,7 +57,7 @@ def in_hand(scheduler: Any) -> list[InHand]:
     """The requests of a prefill or decode worker, each once."""
     if scheduler.disaggregation_mode.value == "decode":
         return _on_decode(scheduler)
-    # Pipeline stages have several steps in flight, none of which is the last: that one has been processed.
+    # Pipeline stages have several batches in flight, and the last batch is not among them: its result is processed.
     steps = [scheduler.last_batch, *(getattr(scheduler, "mbs", None) or ())]
     running = [req for step in steps if step for req in step.reqs]
     running += [scheduler.chunked_req] if scheduler.chunked_req else []
@@ -66,7 +65,7 @@ def in_hand(scheduler: Any) -> list[InHand]:
     found += [InHand(req, "bootstrap") for req in scheduler.disagg_prefill_bootstrap_queue.queue]
     found += [InHand(req, "waiting") for req in scheduler.waiting_queue]
     known = {id(each.req) for each in found}
-    # The step's result has been processed, or not: those that have gone on from it are known already.
+    # Requests of a processed batch may be in a queue already.
     found += [InHand(req, "running") for req in {id(req): req for req in running}.values() if id(req) not in known]
     return [each for each in found if each.state == "sending" or not each.req.finished()]
 
@@ -95,7 +94,7 @@ def _prefix(req: Any) -> int:
 
 
 def counts(found: Iterable[InHand], decodes: bool) -> dict[str, int]:
-    """How many of ``found`` are in each state that a worker of the kind has."""
+    """Number of ``found`` in each of the worker's states."""
     counted = dict.fromkeys(DECODE_STATES if decodes else PREFILL_STATES, 0)
     for each in found:
         counted[each.state] += 1
@@ -103,7 +102,7 @@ def counts(found: Iterable[InHand], decodes: bool) -> dict[str, int]:
 
 
 def oldest(found: Iterable[InHand], most: int = 5) -> list[dict[str, Any]]:
-    """The requests that have been here longest, at most so many: rid, state, seconds, and tokens."""
+    """The ``most`` oldest requests: rid, state, seconds, tokens."""
     now = time.perf_counter()
     known = sorted((each for each in found if each.since), key=lambda each: each.since)
     return [
@@ -120,26 +119,26 @@ def oldest(found: Iterable[InHand], most: int = 5) -> list[dict[str, Any]]:
 
 
 def _began(pid: int) -> float | None:
-    """When the process of this PID began, in seconds since the epoch; None where there is none."""
+    """Start of process ``pid``, seconds since the epoch; None if there is none."""
     try:
         after_boot = psutil.Process(pid).create_time() - psutil.boot_time()
     except psutil.NoSuchProcess:
         return None
-    # The time of boot that the kernel tells has whole seconds only.
+    # The kernel's boot time is in whole seconds.
     return after_boot + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _forget_earlier_starts(folder: Path) -> None:
-    """Remove what processes of earlier starts have left in ``folder`` of gauges.
+    """Remove gauge files of processes of earlier starts from ``folder``.
 
-    Such a file was written before the process began that has its PID now or, where none has, before this one began. So
-    what a worker that lives writes is left, also another one's. Containers with PIDs of their own cannot share a
-    folder: the exporter names its files by the PID. Raises OSError.
+    A file is old if written before the process with its PID started, or before this one if there is none. So files of
+    live workers stay. Containers with separate PID namespaces cannot share a folder, since the exporter names its files
+    by PID. Raises OSError.
     """
     began = _began(os.getpid()) or 0.0
     lock = os.open(folder, os.O_RDONLY)
     try:
-        # Else another rank could find an old file of this PID, and remove the new one.
+        # Otherwise another rank could find an old file of this PID and remove the new one.
         fcntl.flock(lock, fcntl.LOCK_EX)
         for file in (
             file for mode in ("livemax", "livemin", "mostrecent") for file in folder.glob(f"gauge_{mode}_*.db")
@@ -152,18 +151,17 @@ def _forget_earlier_starts(folder: Path) -> None:
 
 
 class WorkerGauges:
-    """Prometheus gauges of one worker, written at most every `PUBLISH_S` seconds, also while nothing happens.
+    """Prometheus gauges of one worker, written at most every `PUBLISH_S` seconds, also when idle.
 
-    The engine's own are written with a step's line in the log, every so many steps, and stay as they are in between.
-    All TP ranks write the same series. Of what is the same on them the last write is shown; of what a fault of one
-    makes worse there, the worst of those that live, which the last write of another would hide.
+    The engine's own are written with its log line every few steps, and are stale in between. All TP ranks write one
+    series. Shown is the last write; for figures that get worse on one rank, the worst of the live ranks.
     """
 
     def __init__(self, labels: Mapping[str, str]):
         """labels: of all metrics of this process."""
         from prometheus_client import Gauge
 
-        # The engine empties no directory that the operator gives it, which may outlive many a start.
+        # The engine does not empty a directory given by the operator, which may outlive many starts.
         if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             try:
                 _forget_earlier_starts(Path(folder))
@@ -200,7 +198,7 @@ class WorkerGauges:
             )
 
     def is_due(self) -> bool:
-        """Whether they are to be written again; then it is the caller's to do."""
+        """Whether to write again now; if True, the caller does."""
         now = time.monotonic()
         if now - self._written < PUBLISH_S:
             return False
@@ -208,7 +206,7 @@ class WorkerGauges:
         return True
 
     def write_requests(self, found: Iterable[InHand]) -> None:
-        """Write what the worker has in hand."""
+        """Write the requests by state."""
         found, now = [*found], time.perf_counter()
         counted = counts(found, self._decodes)
         since = dict.fromkeys(counted, now)
@@ -219,19 +217,19 @@ class WorkerGauges:
             self._oldest.labels(**self._labels, state=state).set(round(now - since[state], 3))
 
     def write_pools(self, pools: Mapping[str, tuple[int, int]]) -> None:
-        """Write size and free places of each of ``pools``, by name."""
+        """pools: size and free places by name."""
         for name, (size, free) in pools.items():
             self._size.labels(**self._labels, pool=name).set(size)
             self._free.labels(**self._labels, pool=name).set(free)
 
     def write_quarantine(self, tokens: int) -> None:
-        """Write how many tokens a decode worker keeps in quarantine."""
+        """tokens: kept in quarantine."""
         self._quarantined.set(tokens)
 
     def write_copying(self, tokens: int) -> None:
-        """Write how many tokens of a decode worker's pool copies keep, whether or not requests hold them too."""
+        """tokens: locked by copies, whether or not requests hold them too."""
         self._copying.set(tokens)
 
     def write_faults(self, faults: int) -> None:
-        """Write how many contradictions the audit of a decode worker has found."""
+        """faults: of the last audit."""
         self._faults.set(faults)

@@ -1,4 +1,4 @@
-"""What prefills are told of the requests that wait here before their admission.
+"""Reports to prefills about requests that wait on decode before admission.
 
 Upstream: none is known.
 """
@@ -17,31 +17,31 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
 
-# Messages about requests that wait, in one step; 20 us each.
+# Reports per step; 20 us each.
 ANNOUNCEMENTS = 16
-# Seconds after which those ranks of a prefill are told again that took no messages: they may have stood still.
+# Seconds after which a report is repeated to prefill ranks whose queue was full: they may have been hung.
 MISSED_AGAIN_S = 2.0
 
 
 class Listener:
-    """What one prefill has still to be told of the requests that wait for it here.
+    """The reports due to one prefill.
 
-    again_s: seconds after which it is told again of each.
+    again_s: interval between two reports of one request, seconds.
     """
 
     def __init__(self, again_s: float):
         self.again_s = again_s
-        # Those that it has not been told of, and those of them whose handshake was not done when that was tried.
+        # Requests not reported yet; and those of them whose handshake was not done at the attempt.
         self.new: deque[DecodeRequest] = deque()
         self.unreached: deque[DecodeRequest] = deque()
-        # When it was told of each of the others, the one of longest ago first. They may have ended since: what they
-        # hold is not kept for this.
+        # Time of the last report of each request, oldest first. Weak references: requests may end meanwhile, and must
+        # not be kept alive.
         self.told: deque[tuple[float, ref[DecodeRequest]]] = deque()
-        # The same of those of which some ranks took no word, by id, and which ranks.
+        # By id, requests whose last report some ranks did not take: when, and which ranks.
         self.missed: dict[int, tuple[float, ref[DecodeRequest], list[dict]]] = {}
 
     def due_at(self) -> float:
-        """When it is to be told of the next one, by the monotonic clock."""
+        """When the next report is due, monotonic."""
         if self.new or self.unreached:
             return -math.inf
         again_at = self.told[0][0] + self.again_s if self.told else math.inf
@@ -53,9 +53,9 @@ class Listener:
         return next(iter(self.missed.values()))[0] + min(MISSED_AGAIN_S, self.again_s / 2)
 
     def take(self, now: float, known: Container[int]) -> tuple[DecodeRequest, list[dict] | None] | None:
-        """The next one that it is to be told of, which leaves the book, and which ranks; None if there is none now.
+        """Remove and return the next request to report, and the ranks (None: all); None if nothing is due.
 
-        known: the ids of the requests that wait. Of the ranks, None is all of them.
+        known: ids of the waiting requests.
         """
         while self.new:
             if id(decode_req := self.new.popleft()) in known:
@@ -70,44 +70,43 @@ class Listener:
             if told is not None and id(told) in known:
                 return told, ranks
         while self.unreached:
-            # Behind those it has heard of: there may be as many as can be told of in a step, in each step.
+            # Last: these may fill every step.
             if id(decode_req := self.unreached.popleft()) in known:
                 return decode_req, None
         return None
 
     def note(self, decode_req: DecodeRequest, now: float, ranks: list[dict] | None, missed: list[dict]) -> None:
-        """It has been told of a request. ranks: which of its ranks were, None for all. missed: who did not take it."""
+        """A request was reported. ranks: to which, None for all. missed: those that did not take it."""
         if ranks is None:
             self.told.append((now, ref(decode_req)))
-        # Behind the others.
+        # Moves it to the end.
         self.missed.pop(id(decode_req), None)
         if missed:
             self.missed[id(decode_req)] = now, ref(decode_req), missed
 
 
 class Announcements:
-    """Tells prefills of the requests that wait here: of each soon, and again before its prefill gives it up.
+    """Reports waiting requests to their prefills: soon after arrival, and again before prefill times out.
 
-    In a step with ANNOUNCEMENTS messages, or as many more as tell of all in half of their time, however long steps are.
-    Prefills take turns, so that one that has more to hear of, or less time, is at nobody else's expense.
+    Per step `ANNOUNCEMENTS` reports; more if steps are so long that repeats would otherwise take over half of their
+    interval. Prefills take turns, so one with many reports or a short time-out does not delay others.
     """
 
     def __init__(self, again_s: float):
-        """again_s: after how long a prefill is told again of a request, if it does not give up before."""
+        """again_s: interval between two reports of a request, unless prefill's time-out needs a shorter one."""
         self.again_s = again_s
-        # Requests that have come since the last step, and the prefills that others wait for, by address; the one whose
-        # turn it is first.
+        # Requests added since the last step; and prefills by address, the next one first.
         self.unannounced: list[DecodeRequest] = []
         self.listeners: dict[str, Listener] = {}
-        # When the first of them is to be told something, and when the last step was.
+        # When the next report is due; and the time of the last step.
         self.due_at, self.stepped_at = math.inf, time.monotonic()
 
     def add(self, decode_req: DecodeRequest) -> None:
-        """Have prefill told of a request at the end of the step, if it waits then."""
+        """Report a request at the end of the step, if it still waits then."""
         self.unannounced.append(decode_req)
 
     def announce(self, waiting: Sequence[DecodeRequest]) -> None:
-        """Tell prefills of those of ``waiting`` that they have not heard of, or not for long."""
+        """Send the reports due for ``waiting``."""
         now = time.monotonic()
         step_s, self.stepped_at = now - self.stepped_at, now
         if not self.unannounced and now <= self.due_at:
@@ -126,7 +125,7 @@ class Announcements:
             decode_req, ranks = taken
             tried += 1
             turns.append(addr)
-            # In the next step it comes after those that were not reached in this one.
+            # In the next step it comes after prefills that had no turn in this one.
             self.listeners[addr] = self.listeners.pop(addr)
             sent += (told := self._tell(listener, decode_req, now, ranks)) or 1
             if not told:
@@ -145,10 +144,10 @@ class Announcements:
         self.unannounced.clear()
 
     def _tell(self, listener: Listener, decode_req: DecodeRequest, now: float, ranks: list[dict] | None) -> int:
-        """Tell a prefill, or these of its ranks, of a request. Returns the messages; 0 if the handshake is not done."""
+        """Report a request to its prefill or to ``ranks``. Returns the messages sent; 0 before the handshake."""
         receiver = decode_req.kv_receiver
         try:
-            # Behind the window it is not polled.
+            # Requests beyond the window are not polled.
             receiver.shake_hands()
             if receiver.bootstrap_infos is None:
                 return 0

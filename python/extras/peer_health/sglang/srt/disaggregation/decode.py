@@ -1,4 +1,4 @@
-"""Decode workers that tell prefills which of their requests wait here.
+"""Decode workers that report to prefills which of their requests wait here.
 
 Upstream: none is known.
 """
@@ -13,10 +13,10 @@ __all__ = ["DecodePreallocQueue", "SchedulerDisaggregationDecodeMixin"]
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """Has prefills know what waits here: they do not give it up, and lose it with this worker."""
+    """Reports waiting requests: prefill then does not time them out, and fails them if this worker is lost."""
 
     def __init__(self, *args, **kwargs):
-        """Adds what they have been told."""
+        """Adds the reports."""
         super().__init__(*args, **kwargs)
         self.announcements = Announcements(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() / 4)
 
@@ -26,10 +26,10 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
 
 class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMixin):
-    """Turns of a decode worker's loop."""
+    """The decode loop with reports."""
 
     def process_decode_queue(self) -> None:
-        """Tells prefills of what waits in the end. Not of what is admitted in its first step."""
+        """Reports requests that still wait at the end of a step, so not those it admitted at once."""
         super().process_decode_queue()
         queue = self.disagg_decode_prealloc_queue
         if queue.has_radix:

@@ -1,4 +1,4 @@
-"""A decode worker that lets prefill read what it lacks; see offers.py.
+"""A decode worker that offers its pages to prefill; see offers.py.
 
 Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
 """
@@ -13,10 +13,10 @@ __all__ = ["DecodePreallocQueue"]
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """The queue that makes a decode rank's transfer manager."""
+    """Creates a decode rank's transfer manager."""
 
     deltas_type = OfferingDeltas
 
     def _init_kv_manager(self):
-        """Adds of which weights its KV is."""
+        """Adds the KV's weights."""
         return know_weights(super()._init_kv_manager(), self.scheduler)

@@ -1,11 +1,11 @@
-"""KV that a prefill rank reads out of decode's pages before it computes a prompt, in place of computing it too.
+"""Prefill reads the KV of a prompt from decode's pages instead of computing it.
 
-Decode holds what it has decoded, and the short remainders that it has computed itself; no prefill has that. The prefix
-of a request that it has asked for stays locked there until the request has been answered, so its pages can be read for
-as long: see docs/decisions/reading-from-decode.md.
+Decode holds KV that no prefill has: of decoded tokens, and of short deltas that it computed itself. The prefix of a
+request stays locked on decode until the request ends, so its pages can be read until then: see
+docs/decisions/reading-from-decode.md.
 
-A request stays in the queue of those that have not begun while it is read for. What its sender polls says how far that
-is, and the reduction of that queue, which all ranks enter anyway, has them begin and end a read in the same steps.
+During its read a request stays in the bootstrap queue. Its sender's poll reports the progress, and that queue's
+reduction, which all ranks enter anyway, starts and ends a read in the same steps on all of them.
 
 Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
 """
@@ -42,23 +42,23 @@ __all__ = ["DecodeRead", "DecodeReads", "agree_on_reads", "make_reads"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which a request goes on without what is being read for it: in that time a prefill computes thousands of
-# tokens itself. And for how long nothing more is read from there then.
+# Seconds after which a request goes on without its read: prefill computes thousands of tokens in that time. And seconds
+# without reads from that decode rank then.
 LATE_S, AVOIDED_S = 2.0, 60.0
-# Part of the pool that what is read, and not yet used, may take.
+# Bound of pages in reads or read and not yet used, as a part of the pool.
 MOST_OF_POOL = 0.5
-# What a sender polls: it may go on; decode offers its pages, or all of them have been read.
+# Polls of a sender: go on; or pages are offered, or have been read.
 GO_ON, READABLE = KVPoll.WaitingForInput, KVPoll.Transferring
 
 
 class Posted(Protocol):
-    """A read that has been posted."""
+    """A posted read."""
 
     def state(self) -> str: ...
 
 
 class Reader(Protocol):
-    """Reads pages of a decode rank, by its name."""
+    """Reads pages of a decode rank. agent_name: the rank's NIXL agent."""
 
     def fits(self, agent_name: str) -> bool: ...
 
@@ -68,26 +68,26 @@ class Reader(Protocol):
 
 
 class Phase(enum.Enum):
-    """Where a read is."""
+    """Phase of a read."""
 
-    # Decode has not asked, or not all ranks know of it.
+    # No request from decode yet, or not on all ranks.
     UNDECIDED = enum.auto()
-    # It has its pages.
+    # Its pages are allocated.
     READING = enum.auto()
-    # What it brought is in the tree, or nothing was read, or nobody waits for it any more.
+    # Its KV is in the tree, or nothing was read, or it was abandoned.
     OVER = enum.auto()
 
 
 class Source(NamedTuple):
-    """Where the KV of a prefix is. pages: int32, in prompt order; agent_name: of the decode rank that has them."""
+    """The pages to read. pages: int32, in prompt order; agent_name: NIXL agent of their decode rank."""
 
     agent_name: str
     pages: np.ndarray
 
 
 class Target(NamedTuple):
-    """What a read has taken here. node: the end of what the tree had, locked. own: its slots, int64; slots: of the
-    pages that are read, int64."""
+    """Memory of a read. node: end of the prefix in this tree, locked. own: the prefix's slots, int64. slots: to read
+    into, int64."""
 
     node: Any
     own: torch.Tensor
@@ -95,7 +95,7 @@ class Target(NamedTuple):
 
 
 class DecodeRead:
-    """What one request may read. Its sender polls it; `take` is told what all ranks have polled."""
+    """The read of one request. Its sender polls it; `take` gets the result of all ranks."""
 
     def __init__(self, reads: DecodeReads, req: Req) -> None:
         self._reads, self.req = reads, req
@@ -104,16 +104,16 @@ class DecodeRead:
         self.target: Target | None = None
         self.posted: Posted | None = None
         self.failed = False
-        # Whether a read from there was late on this rank.
+        # Whether a recent read from that decode rank was late on this rank.
         self.slow = False
-        # The decode rank that offers KV of other weights, by its agent's name.
+        # NIXL agent of a decode rank that offers KV of other weights.
         self.unlike: str | None = None
         self.posted_at, self.began_in = 0.0, 0
 
     # ---- this rank ----
 
     def poll(self, asked: Mapping[str, Any]) -> int:
-        """How far it is on this rank, for a request that decode has asked for. asked: what, by the rank's name."""
+        """Progress on this rank, once decode has requested the KV. asked: requests by decode rank's name."""
         if self.phase is Phase.UNDECIDED:
             self.source = self._reads.source_of(asked, self)
             return GO_ON if self.source is None else READABLE
@@ -132,13 +132,13 @@ class DecodeRead:
         return GO_ON
 
     def look(self) -> str:
-        """How it is with what has been posted; ``DONE`` if nothing has."""
+        """State of the posted read; ``DONE`` if there is none."""
         return "DONE" if self.posted is None else self.posted.state()
 
     # ---- all ranks ----
 
     def take(self, poll: int) -> int:
-        """Go on as all ranks have polled; returns what the queue goes by: whether the request has to wait."""
+        """Go on with the poll that all ranks agreed on. Returns the queue's poll: whether the request has to wait."""
         if self.phase is Phase.OVER or poll < GO_ON:
             return poll
         if self.phase is Phase.UNDECIDED:
@@ -147,7 +147,7 @@ class DecodeRead:
                 return KVPoll.Bootstrapping
             if not readable:
                 self._reads.pass_over(self)
-            # Else it may come before the first one, who could wait for as long as a transfer stands still.
+            # Without FCFS it may precede the stuck request, which a hung transfer can hold up for ever: no read then.
             began = readable and not stuck and self._reads.begin(self)
             self.phase = Phase.READING if began else Phase.OVER
             return KVPoll.Bootstrapping if began else GO_ON
@@ -160,7 +160,7 @@ class DecodeRead:
 
 
 class Ended:
-    """Polls as done when nothing is written any more to the pages of a read that nobody waits for."""
+    """Polls as done when nothing is written to the pages of an abandoned read any more."""
 
     def __init__(self, read: DecodeRead) -> None:
         self.read = read
@@ -170,13 +170,13 @@ class Ended:
 
 
 def agree_on_reads(pollers: Iterable[Any], polls: Sequence[int]) -> list[int]:
-    """What a queue of senders goes by, of what all ranks have polled."""
+    """A queue's polls, given those that all ranks agreed on."""
     reads = [getattr(poller, "reading", None) for poller in pollers]
     return [poll if read is None else read.take(poll) for read, poll in zip(reads, polls, strict=True)]
 
 
 class Held(NamedTuple):
-    """What a request has read is locked until it has begun. node: the end of it; tokens: that were read."""
+    """KV read for a request, locked until the request begins. node: its end; tokens: read."""
 
     req: Req
     node: Any
@@ -184,31 +184,31 @@ class Held(NamedTuple):
 
 
 class DecodeReads:
-    """The reads of one prefill rank: the same on all ranks of its group, in the same order."""
+    """The reads of one prefill rank, in the same order on all ranks of its group."""
 
     def __init__(
         self, tree: Any, reader: Reader, least: int, counters: ReadCounters, weights: Callable[[], int | None]
     ) -> None:
-        """tree: the engine's radix cache. least: tokens; for fewer nothing is read. weights: what the KV here
-        is of, `KvWeights.current`, as decode's must be; None if that is not known."""
+        """tree: the engine's radix cache. least: fewest tokens to read. weights: `KvWeights.current` of this worker,
+        which decode's has to equal; None if unknown."""
         self._tree, self._reader, self._counters, self._weights = tree, reader, counters, weights
         self.least = least
         self._allocator = tree.token_to_kv_pool_allocator
         self._most = int(self._allocator.size * MOST_OF_POOL)
         self.reading: list[DecodeRead] = []
-        # Nobody waits for these any more; their pages may still be written to.
+        # Abandoned reads whose pages may still be written to.
         self.ending: list[DecodeRead] = []
         self.held: list[Held] = []
         self._turn = 0
-        # Decode ranks from which a read was late of late, and when.
+        # When a read was last late, by decode rank.
         self._late: dict[str, float] = {}
-        # Decode ranks of whose weights it has been told that they are others than those here.
+        # Decode ranks whose different weights have been logged.
         self._told_unlike: set[str] = set()
-        # Whether those that wait for their turn wait for memory, which no read may take before them.
+        # Whether the waiting queue is blocked on memory, which a read must not take first.
         self.is_stuck = False
-        # Whether a step is in flight, and tokens that the prompt being computed may still take.
+        # Whether a batch is in flight; and tokens that the current chunked prompt may still allocate.
         self.step_in_flight: Callable[[], bool] = lambda: False
-        # Whether requests are computed in the order in which they come, so that nobody overtakes who waits for memory.
+        # Whether requests are computed in order of arrival, so that none bypasses one that waits for memory.
         self.by_arrival: Callable[[], bool] = lambda: True
         self.promised: Callable[[], int] = lambda: 0
 
@@ -217,13 +217,13 @@ class DecodeReads:
 
     @property
     def tokens_out(self) -> int:
-        """Tokens of the pool that are neither free nor in the tree, since they are being read."""
+        """Pool tokens in reads: neither free nor in the tree."""
         return sum(len(read.target.slots) for read in (*self.reading, *self.ending) if read.target is not None)
 
     # ---- this rank ----
 
     def source_of(self, asked: Mapping[str, Any], read: DecodeRead) -> Source | None:
-        """Where decode has the KV of a prompt's prefix; None if it offers none that can be read here."""
+        """Where decode has the KV of a prompt's prefix; None without a readable offer."""
         wanted = [info for info in asked.values() if not asks_for_nothing(info)]
         offer: Offer | None = wanted[0].parts.get(OFFER) if len(wanted) == 1 else None
         if offer is None or not self._reader.fits(wanted[0].agent_name):
@@ -234,7 +234,7 @@ class DecodeReads:
         return None if read.unlike or read.slow else Source(name, offer.pages)
 
     def note_late(self, read: DecodeRead) -> None:
-        """Nobody waits for ``read`` any more. The next ones from there would take as long for nothing."""
+        """Avoid the decode rank of ``read``, which was abandoned for its time."""
         assert read.source is not None
         now = time.monotonic()
         self._late = {name: at for name, at in self._late.items() if now < at + AVOIDED_S} | {
@@ -242,9 +242,9 @@ class DecodeReads:
         }
 
     def post(self, read: DecodeRead) -> None:
-        """Post a read that has its pages, once no step can write to them.
+        """Post a read once no batch can write to its pages.
 
-        A step in flight may, for a request that had them before. It is over when the loop has gone round.
+        The batch in flight at its allocation may, for the pages' last request. It has ended in the next turn.
         """
         if read.posted is not None or read.failed or (read.began_in == self._turn and self.step_in_flight()):
             return
@@ -252,7 +252,7 @@ class DecodeReads:
         first = len(read.target.own) // self._tree.page_size
         ours = kv_to_page_indices(read.target.slots.cpu().numpy(), self._tree.page_size).astype(np.int32)
         try:
-            # None: others of this turn have taken its time.
+            # None: this turn's regions are used up.
             read.posted = self._reader.post(read.source.agent_name, read.source.pages[first:], ours)
             read.posted_at = time.monotonic()
         except Exception as e:
@@ -262,9 +262,9 @@ class DecodeReads:
     # ---- all ranks, in the same step ----
 
     def pass_over(self, read: DecodeRead) -> None:
-        """Some rank is offered nothing that it can read, or avoids the one that offers it.
+        """Count a read that some rank cannot do or avoids.
 
-        That the weights differ may be for good, and would else be seen nowhere.
+        Different weights are logged: they may be a lasting misconfiguration.
         """
         if read.slow:
             self._counters.ended("slow")
@@ -279,9 +279,9 @@ class DecodeReads:
                 self._told_unlike.add(read.unlike)
 
     def begin(self, read: DecodeRead) -> bool:
-        """Take the pages for a read; False if there is too little to read, or no memory for it.
+        """Allocate the pages of a read; False if it is too short or there is no memory.
 
-        All ranks come to the same: their trees and pools are the same.
+        Equal on all ranks: their trees and pools are the same.
         """
         assert read.source is not None
         tree, req = self._tree, read.req
@@ -308,7 +308,7 @@ class DecodeReads:
         return RadixKey(req.origin_input_ids[:end], req.extra_key)
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
-        """Slots for so many tokens, whole pages; what is cached goes for them, but nothing that a request counts on."""
+        """Slots for ``tokens``, whole pages; may evict, but not what the chunked prompt needs. None without memory."""
         tree, pool = self._tree, self._allocator
         taken = self.tokens_out + sum(held.tokens for held in self.held)
         free = pool.available_size()
@@ -319,14 +319,14 @@ class DecodeReads:
         return pool.alloc(tokens)
 
     def commit(self, read: DecodeRead) -> None:
-        """All ranks have read all of it: it is the tree's, and stays there until its request has begun."""
+        """All ranks have read it: insert it into the tree, locked until its request begins."""
         assert read.target is not None
         self.reading.remove(read)
         tree, req, (node, own, slots) = self._tree, read.req, read.target
         key = self._key(req, len(own) + len(slots))
         value = torch.cat([own, slots])
         result = tree.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
-        # Another request may have computed a part of it meanwhile.
+        # Another request may have computed a part meanwhile.
         twice = max(0, result.prefix_len - len(own))
         if twice:
             self._allocator.free(slots[:twice])
@@ -338,7 +338,7 @@ class DecodeReads:
         self._counters.ended("read", len(slots))
 
     def abandon(self, read: DecodeRead) -> None:
-        """The request goes on without it, or has ended. Its pages are given back when nothing is written to them."""
+        """The request goes on without it, or has ended. Its pages are freed once nothing is written to them."""
         self.reading.remove(read)
         self.ending.append(read)
         self._counters.ended("failed")
@@ -350,10 +350,10 @@ class DecodeReads:
         is_stuck: bool,
         poll_all: Callable[[Sequence[Ended]], Sequence[int]],
     ) -> None:
-        """Give back what is no longer needed; called in each turn of the loop.
+        """Release what is no longer needed; called in each turn of the loop.
 
-        not_begun, waiting: the requests of the two queues in which what was read for them is kept. is_stuck: whether
-        none of those that wait could begin, and nothing runs that would end. poll_all: polls on all ranks.
+        not_begun, waiting: the two queues whose requests keep their reads. is_stuck: no waiting request could begin,
+        and none runs. poll_all: polls on all ranks.
         """
         self._turn, self.is_stuck = self._turn + 1, is_stuck
         self._reader.begin_turn()
@@ -369,7 +369,7 @@ class DecodeReads:
             self.ending = [read for read in self.ending if read not in over]
             for read in over:
                 self._give_back(read)
-        # What is locked for those behind it may be what the first one lacks.
+        # If stuck, the first request may need memory that is locked for later ones.
         here = set() if is_stuck else queued | {id(req) for req in waiting}
         for held in [held for held in self.held if id(held.req) not in here]:
             self._tree.dec_lock_ref(held.node)
@@ -383,7 +383,7 @@ class DecodeReads:
 
 
 def make_reads(scheduler: Any, manager: Any) -> DecodeReads | None:
-    """What reads from decode on this rank, if the option asks for it. Raises ValueError for a model without such KV."""
+    """The reads of this rank; None without the option. Raises ValueError for an unsupported model."""
     args = scheduler.server_args
     least, tree = getattr(args, "disaggregation_prefill_read_decode", None), scheduler.tree_cache
     if least is None:

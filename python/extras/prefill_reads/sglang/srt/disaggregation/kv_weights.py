@@ -1,7 +1,7 @@
-"""Which weights the KV in this worker's tree is of, so that prefill reads none of others from decode.
+"""Identifies the weights of this worker's KV, so that prefill reads only KV of the same weights from decode.
 
-It goes by the name under which KV is kept elsewhere too (`kv_namespace.py`), until the weights are updated: nothing
-says whether an update has failed half way, or which update a peer has had.
+It uses the namespace of kept KV (`kv_namespace.py`) until a weight update. After that it is unknown: an update may have
+failed half way, and peers may have had another.
 
 Upstream: none is known.
 """
@@ -17,20 +17,20 @@ __all__ = ["KvWeights", "know_weights", "weights_of"]
 
 
 class KvWeights:
-    """Of one rank. Used by its scheduler's thread alone."""
+    """Of one rank; for its scheduler's thread only."""
 
     def __init__(self, name: str | None) -> None:
-        """name: of the weights; None where nothing is known of them."""
+        """name: of the weights; None if unknown."""
         self._number = None
         if name is not None:
             self._number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
     def current(self) -> int | None:
-        """A number from 0 to 2**63 - 1 for the name; None once the weights have been updated."""
+        """A number from 0 to 2**63 - 1 derived from the name; None after a weight update."""
         return self._number
 
     def changing(self) -> None:
-        """The weights are about to be updated, whatever comes of it."""
+        """An update of the weights begins; its result does not matter."""
         self._number = None
 
 
@@ -38,11 +38,11 @@ _UNKNOWN = KvWeights(None)
 
 
 def weights_of(manager: Any) -> KvWeights:
-    """Those of the rank of a manager; None is that of a worker without disaggregation."""
+    """Those of a manager's rank. None: a worker without disaggregation."""
     return getattr(manager, "kv_weights", _UNKNOWN)
 
 
 def know_weights(manager: Any, scheduler: Any) -> Any:
-    """The manager of a rank, which now knows the weights of its KV."""
+    """Set the weights of a rank's manager. Returns the manager."""
     manager.kv_weights = KvWeights(kv_namespace(scheduler.server_args))
     return manager

@@ -1,4 +1,4 @@
-"""What a decode worker offers to be read: which requests' prefixes, and the part of their message that says so.
+"""Offers: decode's pages that prefill may read, and the message part that carries them.
 
 Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
 """
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["OFFER", "READS", "Offer", "OfferingDeltas", "read_offer", "unknown_above", "write_offer", "wrong_offer"]
 
-# What a prefill that reads says.
+# Capability of a prefill that reads.
 READS = "reads"
-# First frame of the part; what prefill may read follows in two more.
+# Tag of the part; two more frames follow.
 OFFER = b"offer"
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Pages of decode's that a prefill may read while the request is not over. See docs/protocol.md.
+    """Decode's pages that a prefill may read while the request is live. See docs/protocol.md.
 
     pages: of the whole prefix, int32, in prompt order. weights: `KvWeights.current` of the rank that has them.
     """
@@ -46,14 +46,14 @@ class Offer:
 
 
 def write_offer(receiver: Any, kv_indices: npt.NDArray[np.int32]) -> list[bytes] | None:
-    """What follows the tag of a request's offer, if it makes one."""
-    # None after an update: nothing can be read then.
+    """The frames after the tag of a request's offer; None without one."""
+    # Nothing can be read after a weight update.
     weights = None if receiver.offered is None else weights_of(receiver.kv_mgr).current()
     return None if weights is None else Offer(receiver.offered, weights).frames()
 
 
 def read_offer(frames: list[bytes]) -> Offer:
-    """What such frames say. Raises ValueError."""
+    """Parses an offer. Raises ValueError."""
     if len(frames[1]) % 4:
         raise ValueError(f"the pages that it offers are no int32: {len(frames[1])} bytes")
     offer = Offer(np.frombuffer(frames[1], dtype=np.int32), wire_int(frames[0], "weights"))
@@ -63,7 +63,7 @@ def read_offer(frames: list[bytes]) -> Offer:
 
 
 def wrong_offer(asked: Mapping[str, Any], prefix_len: int, manager: Any) -> str | None:
-    """What is wrong with what decode ranks offer of a prefix of so many tokens. asked: their requests."""
+    """Why decode's offers for a prefix of ``prefix_len`` tokens are invalid; None if they are valid."""
     for offer in [info.parts[OFFER] for info in asked.values() if OFFER in getattr(info, "parts", ())]:
         if len(offer.pages) * manager.kv_args.page_size != prefix_len:
             return f"it offers {len(offer.pages)} pages of a prefix of {prefix_len} tokens"
@@ -71,7 +71,7 @@ def wrong_offer(asked: Mapping[str, Any], prefix_len: int, manager: Any) -> str 
 
 
 def unknown_above(node: TreeNode | None) -> int:
-    """Tokens of the prefix that ends with ``node`` that no prefill has. Cost: the nodes that hold them."""
+    """Tokens of the prefix ending at ``node`` that no prefill has. Cost: their nodes."""
     tokens = 0
     while node is not None and node.parent is not None and not is_known(node):
         tokens += len(node.key.token_ids)
@@ -80,9 +80,9 @@ def unknown_above(node: TreeNode | None) -> int:
 
 
 def least_read(receiver: Any) -> int:
-    """Tokens that a receiver's prefill must lack for it to read them from here; 0 where it reads none.
+    """Fewest tokens that a receiver's prefill reads from here; 0 if it reads none.
 
-    It reads whole pages: with another TP size they would have other heads.
+    Whole pages are read, so TP sizes have to match.
     """
     if not hasattr(receiver, "offered"):
         return 0
@@ -95,16 +95,16 @@ def least_read(receiver: Any) -> int:
 
 
 class OfferingDeltas(PrefillDeltas):
-    """Offers, with the request for a delta, the prefix that is held."""
+    """Offers, with the request for a delta, the prefix that decode holds."""
 
     def _targets(self, decode_req: DecodeRequest) -> list[torch.Tensor]:
-        """Adds the first slots of the prefix's pages, if these are offered."""
+        """Adds the first slots of the offered prefix's pages; none without an offer."""
         req, page = decode_req.req, self._tree.page_size
         table = self._rows.req_to_token[req.req_pool_idx]
         return [*super()._targets(decode_req), table[: req.held_len if self._offers(decode_req) else 0 : page]]
 
     def _name(self, decode_req: DecodeRequest, guard: OverlapGuard, *slots: npt.NDArray[np.integer]) -> bool:
-        """Notes what is offered. Waits while a step in flight, or another source, may write to it."""
+        """Notes the offer. Waits also while a batch in flight, or another source, may write to its pages."""
         *ours, offered = slots
         waits = super()._name(decode_req, guard, *ours)
         offers = (offered // self._tree.page_size).astype(np.int32)
@@ -115,9 +115,9 @@ class OfferingDeltas(PrefillDeltas):
         return waits or (source is not None and source.writes()) or guard.covers(offers, None)
 
     def _offers(self, decode_req: DecodeRequest) -> bool:
-        """Whether the pages of the request's prefix are offered: its prefill reads what it lacks, and lacks enough.
+        """Whether to offer the request's prefix: prefill reads, and lacks enough tokens of it.
 
-        They are locked for as long as the request is here. Not while some of them are being copied from host memory.
+        The prefix stays locked while the request is here. No offer while a part is loaded from host memory.
         """
         req, least = decode_req.req, least_read(decode_req.kv_receiver)
         if not least or decode_req.load is not None or not takes_prefix(decode_req):

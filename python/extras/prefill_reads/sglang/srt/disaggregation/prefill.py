@@ -1,4 +1,4 @@
-"""Prefill that reads KV of a prompt from decode before it computes the rest; see decode_reads.py.
+"""Prefill that reads a part of a prompt's KV from decode before it computes the rest; see decode_reads.py.
 
 Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
 """
@@ -24,39 +24,39 @@ __all__ = ["PrefillBootstrapQueue", "poll_and_all_reduce_attn_cp_tp_group"]
 def poll_and_all_reduce_attn_cp_tp_group(
     pollers: list, attn_cp_cpu_group: dist.ProcessGroup, attn_tp_cpu_group: dist.ProcessGroup
 ) -> list[int]:
-    """Adds that what is read from decode begins and ends on all ranks by it."""
+    """Starts and ends reads on all ranks by the agreed polls."""
     polls = utils.poll_and_all_reduce_attn_cp_tp_group(pollers, attn_cp_cpu_group, attn_tp_cpu_group)
     return agree_on_reads(pollers, polls)
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
-    """Has what decode holds read before a request begins."""
+    """Reads from decode before a request begins."""
 
-    # What is read from decode before requests begin; None without the option.
+    # None without the option.
     reads: DecodeReads | None = None
 
     def _init_kv_manager(self):
-        """Adds of which weights its KV is, and what reads."""
+        """Adds the KV's weights and the reads."""
         manager = know_weights(super()._init_kv_manager(), self.scheduler)
         if isinstance(manager, CommonKVManager):
             self.reads = make_reads(self.scheduler, manager)
         return manager
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Adds to the request's sender what it may read."""
+        """Adds the read to the request's sender."""
         super().add(req, num_kv_heads)
         if self.reads is not None and isinstance(req.disagg_kv_sender, CommonKVSender) and is_plain(req):
             req.disagg_kv_sender.reading = DecodeRead(self.reads, req)
 
     def pop_bootstrapped(self, return_failed_reqs: bool = False, rids_to_check: list[str] | None = None):
-        """Gives back before that what has been read for requests that are no longer here."""
+        """First releases reads of requests that are no longer queued."""
         if self.reads is not None:
             self._turn_reads(self.reads)
         return super().pop_bootstrapped(return_failed_reqs, rids_to_check)
 
     def _turn_reads(self, reads: DecodeReads) -> None:
         scheduler = self.scheduler
-        # What is being sent does not count: a transfer may stand still for as long as decode waits.
+        # Requests in transfer do not count as running: a transfer may hang for as long as decode waits.
         runs = scheduler.last_batch or scheduler.chunked_req
         groups = scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group
         reads.turn(

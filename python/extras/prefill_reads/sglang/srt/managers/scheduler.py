@@ -1,4 +1,4 @@
-"""A worker that reads KV from another, or is read from, is not idle.
+"""A worker with reads in flight is not idle.
 
 Upstream: none is known.
 """
@@ -11,8 +11,8 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """Flushes nothing that is being read."""
+    """Keeps KV in reads from a flush."""
 
     def is_fully_idle(self, for_health_check=False) -> bool:
-        """A worker that reads from another or may be read from is not idle."""
+        """False during reads, except for health checks."""
         return super().is_fully_idle(for_health_check) and (for_health_check or not self.has_reads())

@@ -1,4 +1,4 @@
-"""Leak checks that know of reads: what is being read is neither free nor a request's.
+"""Leak checks that count pages in reads.
 
 Upstream: none is known.
 """
@@ -11,17 +11,15 @@ __all__ = ["SchedulerRuntimeCheckerMixin"]
 
 
 class SchedulerRuntimeCheckerMixin(engine.SchedulerRuntimeCheckerMixin):
-    """Checks an idle worker for lost pages."""
+    """Counts pages in reads."""
 
     def has_pages_out(self) -> bool:
-        """Adds what is read."""
         return super().has_pages_out() or self.has_reads()
 
     def has_reads(self) -> bool:
-        """Whether a flush would take away what is read from decode, by a prefill, or what may be, on a decode worker.
+        """Whether a flush would free KV in reads: of a prefill, or offered by a decode worker. See decode_reads.py.
 
-        There, of a request in quarantine, a flush keeps what prefill may write to. The prefix that it may read goes
-        with the tree. See decode_reads.py.
+        On decode a flush keeps pages of requests in quarantine that prefill may write to, but not the offered prefix.
         """
         reads = getattr(getattr(self, "disagg_prefill_bootstrap_queue", None), "reads", None)
         if reads is not None:

@@ -1,4 +1,4 @@
-"""After an update of the weights nobody reads this worker's KV, nor does it read that of others.
+"""Ends reads of and from this worker after a weight update.
 
 Upstream: none is known.
 """
@@ -12,9 +12,9 @@ __all__ = ["SchedulerUpdateWeightsMixin"]
 
 
 class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
-    """Notes that the weights change."""
+    """Notes weight updates."""
 
     def weights_changing(self) -> None:
-        """Nothing says which ones they are from then on."""
+        """The KV's weights are unknown from now on."""
         super().weights_changing()
         weights_of(self.kv_manager()).changing()

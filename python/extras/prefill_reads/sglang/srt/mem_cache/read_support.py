@@ -1,4 +1,4 @@
-"""What is refused where prefill reads from decode, as rows of `cache_support.py` from when this is imported.
+"""Options refused together with reads from decode, added to `cache_support.py` on import.
 
 Upstream: none: it names what has been verified here.
 """
@@ -41,7 +41,7 @@ READS = CacheKind(
             (
                 switch("--disable-radix-cache"),
                 switch("--enable-hierarchical-cache"),
-                # Of an extra that need not be there.
+                # An option of an extra that may be absent.
                 Rule("--enable-pegaflow", lambda args: getattr(args, "enable_pegaflow", False)),
                 switch("--enable-lmcache"),
                 switch("--enable-streaming-session"),

@@ -1,4 +1,4 @@
-"""Counters of what a prefill reads from decode in place of computing it.
+"""Counters of KV that prefill reads from decode.
 
 Upstream: none is known.
 """
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadCounters"]
 
-# What was read is in the tree; there was no memory for it; it is of other weights; a read from there was late less than
-# a minute ago; it failed, was late, or was for a request that has ended.
+# In the tree; no memory for it; other weights; a late read from that rank in the last minute; failed, late, or for a
+# request that has ended.
 OUTCOMES = ("read", "memory", "weights", "slow", "failed")
 
 
 class ReadCounters:
-    """Made once in a process, since Prometheus refuses a second registration; without metrics a no-op."""
+    """Once per process, since Prometheus refuses a second registration; a no-op without metrics."""
 
     def __init__(self, events: Events) -> None:
-        """events: of this worker. The rank that counts requests counts these here."""
+        """events: of this worker; its rank that counts requests counts reads too."""
         self._labels = labels = events.labels if events.counts_requests else {}
         if labels.get("engine_type") == "prefill":
-            # After the engine has set PROMETHEUS_MULTIPROC_DIR, as its own collectors do.
+            # After the engine has set PROMETHEUS_MULTIPROC_DIR.
             from prometheus_client import Counter
 
             def counter(name: str, text: str, by: tuple[str, ...] = ()) -> Counter:
@@ -32,12 +32,12 @@ class ReadCounters:
 
             reads = counter("prefill_reads", "Reads of a prompt's KV from decode, by outcome.", by=("outcome",))
             tokens = counter("prefill_read_tokens", "Prompt tokens whose KV was read from decode.")
-            # Shown from the start: of a counter that begins at 1, no increase is seen.
+            # Exposed from the start: a counter that starts at 1 shows no increase.
             self._ended = {outcome: reads.labels(**labels, outcome=outcome) for outcome in OUTCOMES}
             self._tokens = tokens.labels(**labels)
 
     def ended(self, outcome: str, num_tokens: int = 0) -> None:
-        """A read has ended, or could not begin. outcome: one of `OUTCOMES`. num_tokens: that it brought."""
+        """Count an ended read. outcome: one of `OUTCOMES`. num_tokens: read."""
         if self._labels:
             self._ended[outcome].inc()
             self._tokens.inc(num_tokens)

@@ -21,18 +21,17 @@ add_layer(WatchedRadixCache)
 
 
 class WaitHooks(hooks.DecodeHooks):
-    """What ranks agree on of those that wait."""
+    """Connects the wait limits to the core's events."""
 
     def __init__(self, policy: PrefixPolicy):
         self._policy = policy
 
     @classmethod
     def of(cls, queue: Any) -> WaitHooks | None:
-        """Of a queue of transfers."""
+        """queue: the transfer queue."""
         return cls(queue.policy) if isinstance(queue.policy, PrefixPolicy) else None
 
     def measured(self) -> Expired:
-        """Who has waited long enough."""
         return self._policy.expired
 
 

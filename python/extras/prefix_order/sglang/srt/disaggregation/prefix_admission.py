@@ -1,4 +1,4 @@
-"""A step of admission in which some wait for the transfers of others, and others go out of their turn.
+"""An admission step in which requests may wait for others' transfers, or go out of turn.
 
 Upstream: none is known.
 """
@@ -28,27 +28,27 @@ __all__ = ["PrefixAdder", "PrefixAdmission"]
 
 
 class PrefixAdder(DecodeAdder):
-    """The admissions of one step, out of turn as often as the policy allows."""
+    """Adds requests, out of turn as often as the policy allows."""
 
     def __init__(
         self, policy: PrefixPolicy, waiting: Callable[[], Sequence[PrefixEntry]] | None, *args: Any, **more: Any
     ):
-        """waiting: the entries of all that could be admitted; None where there is no other. Asked at most once, when
-        somebody could be admitted."""
+        """waiting: entries of all requests that could be admitted; None if there is only one. Called at most once,
+        before the first admission."""
         super().__init__(*args, **more)
         self._policy, self._waiting = policy, waiting
         self._turns: Turns | None = None
-        # What those need that wait for transfers of others, asked for when somebody else could be admitted.
+        # Memory for requests that wait for transfers; computed when another request could be admitted.
         self._waits: list[Callable[[], Memory]] = []
         self._promised = Memory(0)
 
     def wait(self, needs: Callable[[], Memory]) -> None:
-        """A request waits for the transfer of another, will then go first, and ``needs`` as much."""
+        """A request waits for a transfer and goes first after it. needs: its memory then."""
         self._waits.append(needs)
 
     @property
     def promised(self) -> Memory:
-        """What all need that wait."""
+        """Memory kept for all waiting requests."""
         for needs in self._waits:
             self._promised = self._promised.plus(needs())
         self._waits.clear()
@@ -60,25 +60,25 @@ class PrefixAdder(DecodeAdder):
         return self._turns is None or self._turns.take(entry)
 
     def overtaken(self) -> int:
-        """At the end of the step: how many others those that were added have overtaken."""
+        """Number of requests that the step's admissions bypassed; called at its end."""
         entries: Sequence[Any] = self._entries
         return self._turns.end(entries) if entries and self._turns is not None else 0
 
 
 class PrefixAdmission(Admission):
-    """Admits requests of one rank, but those that wait for the transfer of another."""
+    """Admits requests, except those that wait for another's transfer."""
 
     _policy: PrefixPolicy
     _schedule: PrefixSchedule
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        # Of the last step: the state in which all waited for transfers, and until when; and see `PrefixSchedule.alike`.
+        # From the last step: the state in which all waited for transfers, and until when; see `PrefixSchedule.alike`.
         self.following: tuple[Hashable, float] | None = None
         self.alike = True
 
     def has_nothing_new(self, step: int, queue: Any, retracted: Any) -> bool:
-        """Or all wait for others."""
+        """Also if all requests wait for transfers."""
         if not retracted and not self.alike:
             return False
         if retracted or self.following is None:
@@ -86,14 +86,14 @@ class PrefixAdmission(Admission):
         return step % self.look_every != 0 and bool(queue) and self._follows_on(queue) and all_ready(queue)
 
     def _follows_on(self, queue: Sequence[DecodeRequest]) -> bool:
-        """Whether all still wait for transfers of others. Clocks of ranks differ: several look every few steps."""
+        """Whether all still wait for transfers. Clocks of ranks differ: several ranks look every few steps."""
         if self.following is None or len(queue) > WINDOW:
             return False
         state, due = self.following
         return state == self._moves() and (self._several_ranks or time.monotonic() <= due)
 
     def _moves(self) -> Hashable:
-        """Another where one that waits for a transfer may be admitted; on several ranks, on all of them."""
+        """Changes if a waiting request may become ready for admission; with several ranks, on all of them."""
         return self._schedule.version() if self._several_ranks else self._policy.watches.moves
 
     def admit(self, agreed: Agreed, *args: Any) -> list[DecodeRequest]:
@@ -105,7 +105,7 @@ class PrefixAdmission(Admission):
         return admitted
 
     def _others(self, candidates: Iterable[tuple[DecodeRequest, bool]]) -> Iterator[tuple[DecodeRequest, bool]]:
-        """Those that wait for nobody, each when it is its turn: who is admitted may become the leader of others."""
+        """Requests that wait for no transfer. A generator: each admission may become the leader of later requests."""
         now, due = time.monotonic(), math.inf
         for decode_req, may_match in candidates:
             if decode_req.is_aborted or decode_req.error is not None:
@@ -114,7 +114,7 @@ class PrefixAdmission(Admission):
             try:
                 follows = self._follows(decode_req, entry, may_match, now)
             except Exception as e:
-                # On all ranks: they ask the same of the same tree.
+                # Fails on all ranks alike: their trees are the same.
                 decode_req.mark_failed(e)
                 continue
             if follows:
@@ -122,23 +122,23 @@ class PrefixAdmission(Admission):
                 due = min(due, entry.due)
             else:
                 yield decode_req, may_match
-        # Nobody was refused.
+        # All were looked at.
         if due < math.inf:
             self.following = self._moves(), due
 
     def _kept_for(self, req: Req, held: int) -> Memory:
-        """What ``req`` needs soon if the tree holds ``held`` tokens of its prompt."""
+        """Memory that ``req`` needs once the tree holds ``held`` tokens of its prompt."""
         plan = self._accounts.plan(req, req.origin_input_ids, PrefixPeek(held, 0, [], 0))
         return Memory(max(0, plan.soon), plan.beside.soon)
 
     def _follows(self, decode_req: DecodeRequest, entry: PrefixEntry, may_match: bool, now: float) -> bool:
-        """Whether it waits for the transfer of another, which brings ``entry.coming``."""
+        """Whether it waits for a transfer; ``entry.coming`` are its tokens."""
         policy = self._policy
         may_match = may_match and self._tree.accepts(decode_req.req)
-        # In the step in which it has shaken hands nobody has asked before.
+        # The schedule has not looked at it in the step of its handshake.
         entry.takes_prefix = entry.takes_prefix or may_match
         if may_match and policy.may_follow:
-            # Another request of this step may have become its leader.
+            # Its leader may have been admitted in this step.
             policy.find_leader(entry, now)
             if entry.coming:
                 entry.source = None
@@ -153,9 +153,9 @@ class PrefixAdmission(Admission):
         return self._adding
 
     def _evictable(self, window: Sequence[DecodeRequest]) -> int:
-        """Tokens that a step on several ranks may evict and go on, the same on all of them.
+        """Tokens that a step on several ranks may evict without ending; equal on all ranks.
 
-        Nobody who waits matches these, so what ranks have agreed on stays, where an extra evicts these last.
+        Only tokens that no waiting request matches, if eviction takes these first: then the agreed matches stay valid.
         """
         if not self.alike or len(window) == WINDOW or not hasattr(self._tree, "victims"):
             return 0

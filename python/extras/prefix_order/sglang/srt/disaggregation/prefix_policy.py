@@ -1,15 +1,14 @@
-"""Who is admitted next, by what the tree holds of prompts, and who waits for the transfer of another.
+"""Order of admission by cached prefix, and requests that wait for another's transfer.
 
 All figures are tokens unless said otherwise.
 
-* **Order.** First come, first served, except that requests of whose prompt most is in the tree, or on its way there, go
-  first. Nobody is overtaken more often than a bound; a request that has reached it goes first. A request never goes
-  ahead of one of higher priority. The engine's ``lpm`` and ``dfs-weight`` orders of its aggregated scheduler are the
-  precedent; they know no bound.
-* **Following.** A request whose prompt extends one that is being transferred waits for that transfer to be committed,
-  and then needs only what lies beyond it. What it will need is kept for it meanwhile. It waits only where most of what
-  it waits for is of use to it, and no longer than a copy of its own would take. Of those that have waited for so long
-  and have one prefill, the first has a copy sent, and the others go on to wait for that.
+* **Order.** First come, first served, except that requests with most of their prompt in the tree, or in transfer to it,
+  go first. Each request has a bound of bypasses; at the bound it goes first. Priority comes before all of this. The
+  engine's ``lpm`` and ``dfs-weight`` orders are the precedent; they have no bound.
+* **Following.** A request whose prompt extends one in transfer (its leader's) waits until that is committed, and then
+  needs the rest only. Memory for the rest is kept for it. It waits only if it shares most of the transfer, and not
+  longer than its own transfer would take. Of those that have waited so long for one prefill, the first starts its own
+  transfer, and the others follow that.
 
 Upstream: none is known that goes by prefixes or waits for a transfer; sgl-project/sglang#40166 (open) orders by age and
 cost.
@@ -49,21 +48,21 @@ __all__ = [
 
 
 class Standing(enum.IntEnum):
-    """What decides the order between requests of one priority."""
+    """Admission class within one priority; lower goes first."""
 
-    OVERTAKEN = 0  # as often as the bound allows
-    SHARED = 1  # most of its prompt is held by requests: it takes least, and leaves with what it brought
-    HELD = 2  # most of its prompt is in the tree or on the way
+    OVERTAKEN = 0  # its bypasses have reached the bound
+    SHARED = 1  # most of its prompt is locked by requests: it needs least memory, and frees its delta at its end
+    HELD = 2  # most of its prompt is in the tree or in transfer to it
     OTHER = 3
 
 
 @dataclasses.dataclass(slots=True)
 class Candidate:
-    """A queued request that has shaken hands, as its place in the order is decided.
+    """What decides the order of a queued request after its handshake.
 
-    arrival: its number in the order of arrival. priority: lower goes first. prompt: its length. held: in the tree,
-    whole pages. unlocked: of these, held by no request. coming: beyond ``held``, brought by a transfer under way for
-    which it waits, or by host memory; 0 if by none. overtaken: requests that came later and were admitted before it.
+    arrival: its number. priority: lower goes first. prompt: its length. held: in the tree, whole pages. unlocked: of
+    these, not locked by a request. coming: beyond ``held``, from the transfer that it waits for or from host memory.
+    overtaken: later requests admitted before it.
     """
 
     arrival: int
@@ -75,7 +74,7 @@ class Candidate:
     overtaken: int
 
     def standing(self, max_overtaken: int) -> Standing:
-        """Its class. ``max_overtaken``: 0 makes the order that of arrival."""
+        """Its class. ``max_overtaken``: 0 keeps the order of arrival."""
         if self.overtaken >= max_overtaken:
             return Standing.OVERTAKEN
         if 2 * (self.held - self.unlocked) >= self.prompt:
@@ -86,21 +85,20 @@ class Candidate:
 
 
 def admission_order(candidates: Sequence[Candidate], max_overtaken: int) -> list[int]:
-    """Indices of ``candidates`` in the order in which they are to be admitted."""
+    """Indices of ``candidates`` in order of admission."""
     keys = [(c.priority, c.standing(max_overtaken), c.arrival) for c in candidates]
     return sorted(range(len(candidates)), key=keys.__getitem__)
 
 
 def least_to_follow(leader_delta: int) -> int:
-    """How many tokens a transfer of ``leader_delta`` tokens must bring of a prompt that is to wait for it.
-
-    Where it is mostly the leader's own, the wait is for that.
+    """Tokens of a transfer that a follower must share: half of its ``leader_delta``. Below, it would wait mostly for
+    tokens that it cannot use.
     """
     return -(-leader_delta // 2)
 
 
 class Pace(NamedTuple):
-    """Of the transfers of a prefill of late: the most seconds that one took for a token, and that one took at all."""
+    """The slowest recent transfer of a prefill: most seconds per token, and most seconds in all."""
 
     seconds_per_token: float
     longest: float
@@ -108,26 +106,24 @@ class Pace(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class WaitLimit:
-    """How long a request waits for the transfer of another, seconds.
+    """Longest wait for another's transfer, seconds.
 
-    A leader's prefill works in the order in which it was asked. A copy that a follower asked of the *same* prefill
-    would come after the leader's, so it waits for as long as that may take at the worst, and no longer, since it may
-    stand still: twice as long as the slowest transfer of late would take for as many tokens, or as a slow prefill would
-    where nothing is known of it. Another prefill would start at once, and the wait is for what the wait saves: the
-    transfer, at the pace of that prefill, as far as that tells of so many tokens: what a short one took is mostly its
-    turn, which a long one waits for no longer.
+    A prefill works in order of requests. With the *same* prefill, the follower's own transfer would come after the
+    leader's. So it waits twice the slowest recent pace, or a default if none is known; not longer, since the leader's
+    transfer may be hung. Another prefill would start at once. Then the wait is bounded by what it saves: the shared
+    tokens at that prefill's pace, capped by its longest transfer. The cap matters since a short transfer's time is
+    mostly queueing, which a long one has only once.
     """
 
-    # Of a transfer of any size, and while nothing is known of a prefill yet; of a long one then twice what it takes at
-    # 4,000 tokens/s.
+    # Lower bound; and, for a prefill without recent transfers, 10 s or twice the time at 4,000 tokens/s.
     least: float = 1.0
     unknown_same: float = 10.0
     unknown_seconds_per_token: float = 1 / 2000
-    # Over the longest transfer of late.
+    # Cap, as a multiple of the longest recent transfer.
     most_of_longest: float = 4.0
 
     def allowed(self, same: bool, pace: Pace | None, delta: int, coming: int) -> float:
-        """same: whether leader and follower have one prefill. pace: of the follower's.
+        """same: whether leader and follower have one prefill. pace: the follower's prefill's.
 
         delta: tokens that the leader's transfer brings. coming: how many of them the follower shares.
         """
@@ -139,7 +135,7 @@ class WaitLimit:
 
 
 class Done(NamedTuple):
-    """A transfer that has been committed, and when."""
+    """A committed transfer. at: when, by the monotonic clock."""
 
     at: float
     seconds_per_token: float
@@ -147,20 +143,20 @@ class Done(NamedTuple):
 
 
 class Transfers:
-    """How long the transfers of each prefill took of late, from admission to commit."""
+    """Recent transfer times of each prefill, from admission to commit."""
 
-    # Of each prefill.
+    # Transfers kept per prefill.
     KEPT = 32
-    # What a transfer of fewer tokens takes is not for its tokens.
+    # The time of a shorter transfer does not depend on its tokens.
     LEAST_TOKENS = 256
-    # Older ones say nothing of how long one may take at the worst: the engine gives a transfer up after as long.
+    # Older transfers do not count: the engine's own time-out is as long.
     OLD_S = 300.0
-    # Prefills whose transfers are remembered; requests name their addresses.
+    # Bound of the prefills kept: requests name the addresses.
     PREFILLS = 1024
 
     def __init__(self) -> None:
         self._done: OrderedDict[Hashable, deque[Done]] = OrderedDict()
-        # Advanced with what decides, beside the tree, for which transfers requests wait and how long.
+        # Incremented when a pace changes: the wait limits then change without a change of the tree.
         self.changes = 0
 
     def done(self, prefill: Hashable, tokens: int, seconds: float) -> None:
@@ -174,7 +170,7 @@ class Transfers:
         self.changes += self.pace(prefill) != before
 
     def pace(self, prefill: Hashable) -> Pace | None:
-        """Of the last transfers; None if there were none of late."""
+        """Of recent transfers; None without any."""
         since = time.monotonic() - self.OLD_S
         found = [done[1:] for done in self._done.get(prefill, ()) if done.at >= since]
         return Pace(*map(max, zip(*found, strict=True))) if found else None
@@ -182,42 +178,42 @@ class Transfers:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class PrefixEntry(QueueEntry):
-    """A request's entry with the policy, and after its admission what others may wait for.
+    """The policy's entry of a request, also for those that wait for its transfer.
 
-    watch: its prompt in the tree; None for a warm-up, which shares nothing. overtaken: requests that came later and
-    were admitted before it.
+    watch: its prompt in the tree; None for a warm-up, which shares nothing. overtaken: later requests admitted before
+    it.
     """
 
     watch: Watch | None = None
     overtaken: int = 0
-    # Whether all TP ranks know its prefill to take a prefix; only then may it wait for others.
+    # Whether all TP ranks know that its prefill takes a prefix; otherwise it may not wait for others.
     takes_prefix: bool = False
-    # Whose transfer it waits for, since when, and how much of its prompt that brings; since when it waits for any.
+    # The transfer it waits for, since when, and the tokens it will get from it.
     leader: Watch | None = None
     since: float = 0.0
     coming: int = 0
-    # What the tree held of it then; None where the next leader is waited for from the beginning.
+    # Its cached tokens at ``since``; None: the wait for the next leader starts anew.
     held_since: int | None = None
-    # Until when it waits for its leader if nothing changes: of the leaders, and of what `Transfers.changes` counts.
+    # End of the wait for its leader, as long as leaders and `Transfers.changes` stay.
     due: float = -math.inf
     changes: int = -1
-    # The last for which it has waited for long enough.
+    # The last leader that it waited for until the limit.
     given_up: Watch | None = None
     following_since: float | None = None
-    # What the tree held of it when it began to follow.
+    # Its cached tokens at ``following_since``, when it first followed a leader.
     held_alone: int = 0
     # The number of its admission.
     admission: int = 0
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which it has waited for transfers of others; 0 if it never did."""
+        """Seconds since it first waited for another's transfer; 0 if it never did."""
         return 0.0 if self.following_since is None else time.monotonic() - self.following_since
 
     def wait_for(self, leader: Watch, now: float) -> None:
-        """Another one is its leader. As long as nothing has come of any, it has waited since the first of them.
+        """Set a new leader. The wait continues from the first leader until one has brought tokens.
 
-        Or it would wait for ever where one after another is lost.
+        Otherwise a series of lost leaders would make it wait for ever.
         """
         assert self.watch is not None
         if self.held_since is None or self.watch.length > self.held_since:
@@ -225,17 +221,17 @@ class PrefixEntry(QueueEntry):
         self.leader = leader
 
     def give_up(self) -> None:
-        """It waits for its leader no longer; it may for one that comes later, see `may_wait_for`."""
+        """Stop waiting for its leader; a later one is possible, see `may_wait_for`."""
         self.given_up, self.held_since = self.leader or self.given_up, None
         if self.watch is not None:
             self.watch.may = None if self.given_up is None else self.may_wait_for
             self.watch.forget_leaders()
 
     def may_wait_for(self, leader: Watch) -> bool:
-        """Whether it may wait for ``leader``, after all for which it has waited for long enough.
+        """Whether it may wait for ``leader`` after it has given one up.
 
-        A later one of its own prefill is what its own copy would come after. One of another prefill it would wait for
-        once more as long, while a copy of its own is due.
+        Only for a later one. One of its own prefill precedes its own transfer anyway. One of another prefill counts
+        only once the given-up one has ended; otherwise it would wait twice while its own transfer is due.
         """
         assert self.given_up is not None
         lead, given_up = leader.owner, self.given_up.owner
@@ -243,14 +239,14 @@ class PrefixEntry(QueueEntry):
         return later and (lead.prefill == self.prefill or given_up.watch is None)
 
     def follow_nobody(self) -> None:
-        """There is no transfer for which it waits, as far as it has been looked at."""
+        """No transfer to wait for was found."""
         self.leader, self.coming = None, 0
 
 
 class Expired:
-    """Who by the first rank's clock has waited long enough for what it waits for: part of the one reduction.
+    """Requests that have reached their wait limit by rank 0's clock: part of the one reduction.
 
-    Of the requests of the window, so many stand in one figure, a bit each.
+    One bit for each request of the window, `BITS` to a figure.
     """
 
     BITS = 32
@@ -261,7 +257,7 @@ class Expired:
         self._expired: Sequence[int] = ()
 
     def note(self, entries: Sequence[PrefixEntry], expired: Sequence[int]) -> None:
-        """The entries of the window, and the indices of those that have by this rank's clock."""
+        """entries: of the window. expired: indices of those at their limit by this rank's clock."""
         self._entries, self._expired = entries, expired
 
     def own(self) -> list[int]:
@@ -271,7 +267,7 @@ class Expired:
         return words
 
     def take(self, figures: list[int]) -> None:
-        """They wait no longer, from the next step on; the order of this one is agreed."""
+        """Give up their leaders, from the next step on; this step's order is agreed already."""
         for n, word in enumerate(figures):
             for bit in range(self.BITS) if word else ():
                 if word >> bit & 1:
@@ -279,7 +275,7 @@ class Expired:
 
 
 class PrefixPolicy(AdmissionPolicy):
-    """The order of requests before admission, and whom of those in transfer they wait for."""
+    """Order of queued requests, and their leaders among requests in transfer."""
 
     @classmethod
     def of(cls, server_args: Any, tree: DecodeRadixCache) -> PrefixPolicy:
@@ -288,9 +284,9 @@ class PrefixPolicy(AdmissionPolicy):
         return cls(tree, by_prefix, most)
 
     def __init__(self, tree: DecodeRadixCache, follow: bool, max_overtaken: int):
-        """follow: whether requests wait for transfers of others. max_overtaken: see `Candidate.standing`."""
+        """follow: whether requests wait for others' transfers. max_overtaken: see `Candidate.standing`."""
         super().__init__(tree)
-        # `PrefixWatches`, by the overlay of ``disaggregation/decode.py``.
+        # `PrefixWatches`, set by the overlay of ``disaggregation/decode.py``.
         self.watches: Any = tree.watches
         self.follow = follow
         self.max_overtaken = max_overtaken
@@ -310,7 +306,7 @@ class PrefixPolicy(AdmissionPolicy):
         return entry
 
     def leave(self, entry: Any) -> None:
-        # Or each in a chain of followers would keep all before it.
+        # Otherwise a chain of followers would keep all entries alive.
         entry.leader = entry.given_up = None
         super().leave(entry)
         if entry.watch is not None:
@@ -319,27 +315,27 @@ class PrefixPolicy(AdmissionPolicy):
 
     @property
     def may_follow(self) -> bool:
-        """Whether there is a transfer under way that somebody could wait for."""
+        """Whether a transfer is in flight that a request could wait for."""
         return self.follow and self.watches.on_the_way > 0
 
     def stop_following(self, entries: Sequence[PrefixEntry]) -> None:
-        """What `find_leader` does with each of ``entries`` while nobody may follow."""
+        """`find_leader` for all ``entries`` if no request may follow."""
         for entry in entries:
             if entry.leader is not None:
                 entry.follow_nobody()
 
     def find_leader(self, entry: PrefixEntry, now: float) -> bool:
-        """Find the transfer under way for which ``entry`` is to wait: `PrefixEntry.coming` is what it brings, or 0.
+        """Find the transfer for ``entry`` to wait for; sets `PrefixEntry.coming` to its tokens, 0 if there is none.
 
-        Returns whether by this rank's clock it has waited long enough. It waits on until `give_up`: the clocks of TP
-        ranks differ, and what each measures of a prefill, so that is agreed on first.
+        Returns whether it has reached its wait limit by this rank's clock. It waits on until `give_up`: clocks and
+        measured paces differ between TP ranks, which have to agree first.
         """
         watch, changes = entry.watch, self.transfers.changes
         if entry.takes_prefix and now <= entry.due and entry.changes == changes:
             if watch is not None and watch.seen == watch.group.newest:
                 return False
         found = self._leader(entry)
-        # A prefill may turn out to take a prefix.
+        # Its prefill's capabilities may arrive later.
         entry.changes, entry.due = changes, math.inf if entry.takes_prefix else -math.inf
         if found is None:
             entry.follow_nobody()
@@ -356,7 +352,7 @@ class PrefixPolicy(AdmissionPolicy):
         return now > entry.due
 
     def give_up(self, entry: PrefixEntry) -> None:
-        """Have ``entry`` wait for its leader no longer, from this step on; see `PrefixEntry.give_up`."""
+        """Stop waiting for its leader from this step on; see `PrefixEntry.give_up`."""
         entry.give_up()
         entry.coming = 0
 
@@ -373,19 +369,19 @@ class PrefixPolicy(AdmissionPolicy):
         return NOTHING if entry.watch is None else entry.watch.peek()
 
     def held(self, entry: Any) -> tuple[int, int]:
-        """Cost: none that grows with the prompt."""
+        """Cost: independent of the prompt's length."""
         if entry.watch is None:
             return 0, 0
         return entry.watch.length, entry.watch.unlocked_tokens()
 
     def candidate(self, entry: PrefixEntry, prompt: int) -> Candidate:
-        """What decides the place of a request with a prompt of ``prompt`` tokens."""
+        """prompt: its length, tokens."""
         held, unlocked = self.held(entry)
         coming = max(entry.coming, self.on_host(entry) - held)
         return Candidate(entry.arrival, entry.priority, prompt, held, unlocked, coming, entry.overtaken)
 
     def admitted(self, entry: Any, delta: int) -> None:
-        """Others may follow it from now on."""
+        """From now on others may wait for its transfer."""
         entry.admission = next(self._admissions)
         super().admitted(entry, delta)
         if entry.watch is not None:
@@ -405,17 +401,17 @@ class PrefixPolicy(AdmissionPolicy):
         return False
 
     def slack(self, waiting: Sequence[PrefixEntry]) -> int:
-        """Requests that may go out of their turn before another of ``waiting`` has been overtaken as often as may be.
+        """Out-of-turn admissions left before a request of ``waiting`` reaches its bypass bound.
 
-        One that has been overtaken as often goes first anyway, and does not count.
+        Requests at the bound go first anyway and do not count.
         """
         left = (self.max_overtaken - entry.overtaken for entry in waiting)
         return min((n for n in left if n > 0), default=len(waiting))
 
     def count_overtaken(self, waiting: Sequence[PrefixEntry], admitted: Sequence[PrefixEntry]) -> int:
-        """Count, for each of ``waiting``, who of ``admitted`` overtook it. Returns how many were overtaken.
+        """Count for each of ``waiting`` its bypasses by ``admitted``. Returns the number of bypassed requests.
 
-        Each in its line: that those in the first pass the others is not counted.
+        Within each line only: bypasses between lines do not count.
         """
         overtaken = 0
         for left, passed in zip(self.split(waiting), self.split(admitted), strict=True):
@@ -428,10 +424,10 @@ class PrefixPolicy(AdmissionPolicy):
 
 
 class Turns:
-    """The turns of one step of admission, in each line by itself; see `PrefixPolicy.split`.
+    """Turns of one admission step, separately for each line; see `PrefixPolicy.split`.
 
-    waiting: the entries of all that could be admitted in it, also of those that come too late in the order to be looked
-    at. Whoever is left out of this is overtaken and never counted, and with that for ever.
+    waiting: entries of all requests that could be admitted, also those that the step will not reach: otherwise their
+    bypasses would not count, and they could wait for ever.
     """
 
     def __init__(self, policy: PrefixPolicy, waiting: Sequence[PrefixEntry]):
@@ -440,15 +436,15 @@ class Turns:
         self._lines = [Line(policy, found) for found in policy.split(waiting)]
 
     def take(self, entry: PrefixEntry) -> bool:
-        """Whether ``entry`` may be admitted next, in its turn or out of it."""
+        """Whether ``entry`` may be admitted next, in or out of turn."""
         return self._lines[self._policy.is_second(entry)].take(entry)
 
     def end(self, admitted: Sequence[PrefixEntry]) -> int:
-        """These have been admitted. Returns how many others were overtaken."""
+        """Count bypasses by ``admitted``. Returns the number of bypassed requests."""
         left = [entry for entry in self._waiting if not entry.admitted_at and not entry.coming]
         overtaken = self._policy.count_overtaken(left, admitted)
         for entry in self._waiting:
-            # A copy of its own was due, and it waits for that of another, always if it is the last of them.
+            # Its own transfer was due, but another in its group went first: that is a bypass too.
             leader = entry.leader if entry.coming and entry.given_up is not None else None
             if leader is not None and leader.owner in admitted:
                 overtaken += self._policy.count_overtaken([entry], [leader.owner])
@@ -456,20 +452,19 @@ class Turns:
 
 
 class Line:
-    """Those of ``waiting`` whose turn comes one after another."""
+    """Requests of one line in order of arrival."""
 
     def __init__(self, policy: PrefixPolicy, waiting: Sequence[PrefixEntry]):
-        # How many may still go out of their turn; and those whose turn it is, the next one last.
+        # Out-of-turn admissions left; and the requests by turn, the next one last.
         self._slack = policy.slack([entry for entry in waiting if not entry.coming])
         self._in_turn = sorted(waiting, key=lambda entry: (-entry.priority, -entry.arrival))
 
     def take(self, entry: PrefixEntry) -> bool:
-        """See `Turns.take`."""
         turns = self._in_turn
-        # Who waits for a transfer is not passed by; this request itself stays.
+        # Requests that wait for a transfer are not bypassed; ``entry`` itself stays in the list.
         while turns and (turns[-1].coming or turns[-1].admitted_at):
             turns.pop()
-        # None are left: there are no others, or all wait for a transfer, or did when they were looked at.
+        # An empty list: all others wait for a transfer, or did when they were looked at.
         if not turns or entry is turns[-1]:
             return True
         if self._slack <= 0:

@@ -1,4 +1,4 @@
-"""Which requests one step of admission looks at, by prefix, and what the TP ranks agree on of it.
+"""Order of one admission step by prefix, and what TP ranks agree on for it.
 
 Upstream: none is known.
 """
@@ -25,24 +25,23 @@ __all__ = ["PrefixSchedule"]
 
 
 class PrefixSchedule(Schedule):
-    """Puts the requests of one queue in the order of a policy by prefix."""
+    """Orders the requests of one queue by `PrefixPolicy`."""
 
     _policy: PrefixPolicy
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        # The last order of admission, and the state in which it was found.
+        # The last order of admission, and the state it depends on.
         self._ordered: tuple[tuple, list[int]] | None = None
-        # What the tree held of a window, by rank, and the state in which it did.
+        # Digest of this rank's matches, and the state it depends on.
         self._digested: tuple[tuple, int] = ((), 0)
-        # Whether the trees of all ranks hold the same of all of a step's window: if not, others may be candidates in
-        # the next step.
+        # Whether all ranks hold the same for the whole window; otherwise the next step may have other candidates.
         self.alike = True
 
     def version(self) -> tuple[int, ...]:
         return (*super().version(), self._policy.watches.leader_version)
 
-    # ---- what is decided, by one rank or by several ----
+    # ---- decisions, of one rank or several ----
 
     def decide(self, window: Window) -> Agreed:
         for i in self._follow(window, alone=True):
@@ -54,14 +53,14 @@ class PrefixSchedule(Schedule):
         return super().agree(window, polls)
 
     def _compared(self, order: list[int], entries: Sequence[Any]) -> tuple[list[int], str]:
-        """Of those that wait for nobody; of the others it must be the same for which transfer they do."""
+        """Compares matches of requests that wait for no transfer, and the leaders' tokens of those that do."""
         picked = list(islice((i for i in order if not entries[i].coming), CANDIDATES))
         chosen = set(picked)
         line = [(i, entries[i].coming) for i in order if i in chosen or entries[i].coming]
         return picked, f"{line};{self._policy.watches.leader_version}"
 
     def _digest(self, entries: list[Any]) -> int:
-        """What this rank's tree and host memory hold of all of a window, see `_held`."""
+        """Digest of what this rank's tree and host memory hold of the window, see `_held`."""
         tree = self._tree
         seen = self.version(), tree.evictable_size(), tree.protected_size(), entries
         if self._digested[0] != seen or tree.tier is not NO_TIER:
@@ -76,17 +75,17 @@ class PrefixSchedule(Schedule):
                 entry.takes_prefix = bool(capable)
 
     def _candidates(self, window: Window, told: Agreement, same: dict[int, bool]) -> list[tuple[DecodeRequest, bool]]:
-        """All of the window where the trees are alike, as with one rank alone."""
+        """The whole window if all trees hold the same, as with one rank."""
         self.alike = told.alike
         if not told.alike:
             return super()._candidates(window, told, same)
         return [(window.requests[i], bool(told.capable[i])) for i in self._order(window)]
 
     def _follow(self, window: Window, alone: bool) -> list[int]:
-        """Find out for each request that is ready whether it waits for the transfer of another.
+        """Find for each ready request the transfer that it waits for.
 
-        alone: whether there is one rank, which need not be agreed with on whose prefill takes a prefix. Returns the
-        indices of those that by this rank's clock have waited long enough.
+        alone: there is one rank, so capabilities need no agreement. Returns the indices of requests that have reached
+        their wait limit by this rank's clock.
         """
         policy = self._policy
         entries: Sequence[Any] = window.entries
@@ -114,7 +113,7 @@ class PrefixSchedule(Schedule):
         ready = [i for i, dr in enumerate(requests) if dr.phase is READY]
         if len(ready) < 2:
             return ready
-        # The same requests, of which the same wait for others, and the same tree: the same order.
+        # Reuse the order while requests, waits and tree stay the same.
         tree = self._tree
         coming = [entries[i].coming for i in ready] if self._policy.may_follow else []
         sizes = tree.evictable_size(), tree.protected_size()

@@ -1,8 +1,8 @@
-"""Where prompts that wait stand in the decode tree, kept up to date by the tree's own changes.
+"""Matches of waiting prompts in the decode tree, kept up to date by the tree's own changes.
 
-A prompt is compared with the tree once, when its watch begins. After that only what changes in the tree moves it: a new
-leaf behind its match, a split, an eviction. So a queue of any length can be ordered by what the tree holds of each
-request without asking the tree again in every step, and the tree knows which nodes somebody waits for.
+A prompt is compared with the tree once, when its watch begins. Later only changes of the tree move its match: a new
+leaf, a split, an eviction. So a queue of any length is ordered by cached prefix without new lookups in each step, and
+the tree knows which nodes waiting requests match.
 
 Upstream: none is known.
 """
@@ -19,20 +19,19 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 __all__ = ["PrefixWatches", "Watch", "WatchedRadixCache", "wanted_tokens"]
 
-# Of those in one place, how many a prompt that arrives is compared with, and among how many they are looked for.
+# Watches of one place that a new prompt is compared with, and among how many they are picked.
 COMPARED, LOOKED_AT = 8, 64
 
 
 class Watch:
     """A prompt and its place in the tree.
 
-    token_ids: the prompt, as the tree's `keys_of` returns it. length: tokens of it that the tree holds, whole pages.
-    node, in_last: where the match ends, and how many tokens of that node belong to it. leading: its request has been
-    admitted and its KV is on the way; it no longer waits for what the tree holds. least: see `PrefixWatches.lead`.
-    owner: whoever watches.
+    token_ids: the prompt, as the tree's `keys_of` returns it. length: tokens of it in the tree, whole pages. node,
+    in_last: where the match ends, and its tokens in that node. leading: its request is admitted and in transfer, and
+    waits no longer. least: see `PrefixWatches.lead`. owner: its entry.
 
-    text: names the prompt, also to those that outlive it. like, alike: a text, and how many tokens from the start,
-    whole pages, are known to be the same in the prompt; maybe more are.
+    text: identifies the prompt, also after its watch has ended. like, alike: another text, and the number of leading
+    tokens, whole pages, known to be the same; more may be.
     """
 
     __slots__ = (
@@ -47,38 +46,38 @@ class Watch:
         self.length = 0
         self.node, self.in_last = root, 0
         self.leading, self.least = False, 0
-        # The next page of the prompt, as the tree tells children apart: requests of one place share at least that.
+        # Key of the next page, as the tree distinguishes children: watches of one place share at least that.
         self.place: tuple[int, Any] = (0, None)
-        # Tokens from the start, whole pages, that it shares with each leader it was compared with, by their text: where
-        # a leader is gone, its prompt is not kept.
+        # Tokens, whole pages, shared with each leader it was compared with, by the leader's text: ended leaders'
+        # prompts are not kept.
         self.common: dict[object, int] = {}
         self.text = object()
         self.like: object = None
         self.alike = 0
-        # The number of its coming to where it is. Of the leaders of its place, the last that it was compared with, by
-        # that number, and the best of them with what that brings; see `PrefixWatches.leader`.
+        # Sequence number of its place. Then the last leader of the place that it was compared with, by that number,
+        # and the best leader with its tokens; see `PrefixWatches.leader`.
         self.put, self.seen = 0, -1
         self.best: tuple[Watch, int] | None = None
-        # Those of its place, once it is in one; and which of the leaders there may be the best, if not all.
+        # The watches of its place; and a filter of leaders, if any.
         self.group: _Group
         self.may: Callable[[Watch], bool] | None = None
-        # The last node on its path that is locked and the first that is not, when the tokens from there were counted.
+        # Last locked and first unlocked node on its path when the unlocked tokens were counted.
         self._locked: TreeNode | None = None
         self._free: TreeNode | None = None
         self._unlocked = 0
 
     def move(self, node: TreeNode, in_last: int, place: tuple[int, Any]) -> None:
-        """Its match ends elsewhere; `length` is told apart."""
+        """Set the end of its match; `length` is set separately."""
         self.node, self.in_last, self.place = node, in_last, place
         self._locked = self._free = None
         self.forget_leaders()
 
     def forget_leaders(self) -> None:
-        """The best of them has to be looked for again."""
+        """Look for the best leader again."""
         self.seen, self.best = -1, None
 
     def known_with(self, other: Watch) -> int:
-        """Tokens from the start, whole pages, that are known to be the same in both prompts; maybe more are."""
+        """Leading tokens, whole pages, known to be the same in both prompts; more may be."""
         if self.like is other.text:
             return self.alike
         if other.like is self.text:
@@ -86,12 +85,12 @@ class Watch:
         return min(self.alike, other.alike) if self.like is other.like else 0
 
     def learn(self, other: Watch, shared: int) -> None:
-        """It shares ``shared`` tokens with ``other``, and so with what that is like."""
+        """It shares ``shared`` tokens with ``other``, and so with other's ``like``."""
         if shared > self.alike:
             self.like, self.alike = other.like if shared <= other.alike else other.text, shared
 
     def peek(self) -> PrefixPeek:
-        """What `PrefixReader.peek` would find of the prompt. Cost: the depth of its node."""
+        """As `PrefixReader.peek`. Cost: the depth of its node."""
         path: list[TreeNode] = []
         evictable, node, span = 0, self.node, self.in_last
         while node.parent is not None:
@@ -104,10 +103,10 @@ class Watch:
         return PrefixPeek(self.length, evictable, path, self.in_last)
 
     def unlocked_tokens(self) -> int:
-        """Tokens of the prompt that the tree holds and nobody has locked.
+        """Tokens of the prompt in the tree that no request has locked.
 
-        Cost: as many nodes as that are, if the end of what is locked has moved; what lies above a locked node is locked
-        and what lies below one that is not is not, so otherwise all is as it was.
+        Cost: their nodes, if the boundary has moved. Above a locked node all are locked, below an unlocked one none is;
+        so otherwise the last count holds.
         """
         locked, free = self._locked, self._free
         if locked is not None and locked.lock_ref > 0:
@@ -125,14 +124,14 @@ class Watch:
 
 
 class _Group:
-    """Watches of one place: prompts that share what the tree holds of them, and the page after that."""
+    """Watches of one place: prompts that share their match and the next page."""
 
     __slots__ = ("waiting", "leading", "newest")
 
     def __init__(self) -> None:
         self.waiting: dict[Watch, None] = {}
         self.leading: dict[Watch, None] = {}
-        # The number of the last leader that has come here.
+        # Sequence number of the last leader here.
         self.newest = 0
 
     def __iter__(self) -> Iterator[Watch]:
@@ -140,7 +139,7 @@ class _Group:
         yield from self.leading
 
     def latest(self) -> Iterator[Watch]:
-        """Those that wait, the last to come first, and then those that lead."""
+        """Waiting watches, newest first, then leading ones."""
         return chain(reversed(self.waiting), reversed(self.leading))
 
     def of(self, watch: Watch) -> dict[Watch, None]:
@@ -148,7 +147,7 @@ class _Group:
 
 
 def wanted_tokens(watches: PrefixWatches) -> int:
-    """Tokens that some waiting prompt matches and nobody has locked, each once. Cost: the nodes that hold them."""
+    """Unlocked tokens that some waiting prompt matches, each counted once. Cost: their nodes."""
     ends = {node: watches.wanted(node) for node in watches._at if watches.waiting(node)}
     whole: set[TreeNode] = set()
     for node in ends:
@@ -161,17 +160,17 @@ def wanted_tokens(watches: PrefixWatches) -> int:
 
 
 class PrefixWatches:
-    """All watches of one tree, by node, and there by place: how far into the node, and the page that comes next."""
+    """All watches of one tree, by node and place: tokens into the node, and the next page."""
 
     def __init__(self, tree: DecodeRadixCache, on_leave: Callable[[TreeNode], None]):
-        """on_leave: told of a node that a waiting prompt no longer matches, or matches less of."""
+        """on_leave: called with a node when a waiting prompt matches less of it."""
         self._tree = tree
         self._on_leave = on_leave
         self._at: dict[TreeNode, dict[tuple[int, Any], _Group]] = {}
-        # Leaders; and a number that is advanced when one comes or goes.
+        # Number of leaders; and a version that changes with them.
         self.on_the_way = 0
         self.leader_version = 0
-        # How often a watch has come to a place, or begun to lead there: the leaders of each are in that order.
+        # Number of placements so far; leaders of a place are in this order.
         self._puts = 0
 
     def __iter__(self) -> Iterator[Watch]:
@@ -180,10 +179,10 @@ class PrefixWatches:
                 yield from group
 
     def add(self, token_ids: Sequence[int], extra_key: str | None, owner: Any = None) -> Watch:
-        """Begin to watch a prompt. Cost: one `peek`, and comparisons with a few other prompts of its place.
+        """Begin to watch a prompt. Cost: one `peek`, and comparisons with a few prompts of its place.
 
-        Many that wait for one prefix are so compared as they arrive, one by one, and not all in the step in which that
-        is on its way, or comes.
+        So prompts that wait for one prefix are compared one by one on arrival, not all in the step of its transfer or
+        commit.
         """
         keys = self._tree.reader.keys_of(self._tree.shareable(token_ids))
         watch = Watch(keys, extra_key, owner, self._tree.root_node)
@@ -204,9 +203,9 @@ class PrefixWatches:
                     other.forget_leaders()
 
     def lead(self, watch: Watch, least: int = 0) -> None:
-        """The request of ``watch`` has been admitted: what the tree lacks of its prompt is on the way.
+        """The request of ``watch`` is admitted: its delta is in transfer.
 
-        least: tokens that it must bring of another prompt to be the `leader` of that.
+        least: tokens that another prompt must share with the delta to follow it.
         """
         del watch.group.waiting[watch]
         watch.leading, watch.least = True, least
@@ -218,15 +217,14 @@ class PrefixWatches:
         self._on_leave(watch.node)
 
     def leader(self, watch: Watch) -> tuple[Watch, int] | None:
-        """The prompt on the way that shares most with ``watch`` beyond what the tree holds, and how many tokens.
+        """The best leader for ``watch`` and the tokens it brings: the one that shares most beyond the tree's match.
 
-        Those that bring too little for what they bring in all are passed over, see `lead`, and those that `Watch.may`
-        says no to. Cost: each pair of prompts is compared once, as far as they share more than is known; and a look at
-        those that have come since this was last asked, at all of them where the best has gone.
+        Leaders that share too little (`lead`) or that `Watch.may` rejects are skipped. Cost: one comparison per pair of
+        prompts, of the part not known yet; and a look at leaders since the last call, or at all if the best has ended.
         """
         group = watch.group
         if watch.seen != group.newest:
-            # None of them can bring what the tree holds: all of it that can be shared.
+            # Without a next page its whole shareable prompt is in the tree.
             if watch.place[1] is not None:
                 new = list(takewhile(lambda other: other.put > watch.seen, reversed(group.leading)))
                 watch.best = self._best(watch, reversed(new), watch.best)
@@ -236,7 +234,7 @@ class PrefixWatches:
     def _best(
         self, watch: Watch, leaders: Iterable[Watch], known: tuple[Watch, int] | None
     ) -> tuple[Watch, int] | None:
-        """The best of ``leaders``, unless one that is ``known`` and was there before brings as much."""
+        """The best of ``leaders``; ``known``, which is earlier, wins ties."""
         best, most = (None, 0) if known is None else known
         for other in leaders:
             shared = watch.common.get(other.text)
@@ -249,23 +247,23 @@ class PrefixWatches:
 
     @property
     def moves(self) -> int:
-        """Advanced when a prompt comes to another place of the tree, and when a leader comes or goes."""
+        """Changes when a watch changes its place, and when a leader comes or goes."""
         return self._puts + self.leader_version
 
-    # ---- what eviction asks ----
+    # ---- for eviction ----
 
     def wanted(self, node: TreeNode) -> int:
-        """Tokens that some waiting prompt matches up to and not beyond."""
+        """Tokens of the node that waiting prompts match, if their match ends in it."""
         places = self._at.get(node)
         if not places:
             return 0
         return max((place[0] for place, group in places.items() if group.waiting), default=0)
 
     def waiting(self, node: TreeNode) -> int:
-        """Prompts whose match ends there and that wait."""
+        """Number of waiting prompts whose match ends there."""
         return sum(len(group.waiting) for group in self._at.get(node, {}).values())
 
-    # ---- what happens to the tree ----
+    # ---- changes of the tree ----
 
     def on_reset(self) -> None:
         watches = list(self)
@@ -275,7 +273,7 @@ class PrefixWatches:
             self._put(watch, self._tree.root_node, 0)
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Thousands may wait there, and those of one place stay together."""
+        """Thousands may wait there: groups move as a whole."""
         places = self._at.pop(lower, None)
         if not places:
             return
@@ -283,14 +281,14 @@ class PrefixWatches:
         for (in_last, following), group in places.items():
             node = upper if in_last <= size else lower
             place = (in_last if node is upper else in_last - size), following
-            # Neither is known here yet, so this group is one there too.
+            # Its place is new in either node, so groups need no merging.
             self._at.setdefault(node, {})[place] = group
             for watch in group:
                 watch.move(node, place[0], place)
         self._on_leave(lower)
 
     def on_removal(self, node: TreeNode) -> None:
-        """What comes next to all that ended in it is its first page."""
+        """Watches that ended in it move to its parent, with its first page as their next."""
         places = self._at.pop(node, None)
         if not places:
             return
@@ -301,14 +299,14 @@ class PrefixWatches:
         for group in places.values():
             for watch in group:
                 if watch.length > watch.alike:
-                    # All are like what ended here, should it come again.
+                    # They share this match, should it come again.
                     watch.like, watch.alike = text, watch.length
                 watch.length -= watch.in_last
                 watch.move(parent, full, place)
                 self._join(together, watch)
 
     def on_new_leaf(self, node: TreeNode) -> None:
-        """Cost: those who wait for it are compared with it as far as is not known of another."""
+        """Cost: a comparison of each watch that waits for it, of the part not known from another."""
         parent = node.parent
         places = self._at.get(parent)
         if not places:
@@ -318,7 +316,7 @@ class PrefixWatches:
         if group is None:
             return
         keys = self._tree.reader.keys_in(node)
-        # Of texts, how many tokens from the start the tree now has.
+        # By text: leading tokens that the tree now holds.
         held: dict[object, int] = {}
         for watch in list(group):
             self._take(watch)
@@ -328,14 +326,14 @@ class PrefixWatches:
             if watch.like is not None:
                 held[watch.like] = max(held.get(watch.like, 0), min(watch.length, watch.alike))
 
-    # ---- books ----
+    # ---- tables ----
 
     def _find_like(self, watch: Watch) -> None:
-        """Compare ``watch`` with a few of its place, the last to come first: who shares most with it is mostly there.
+        """Compare ``watch`` with a few of its place, newest first: the closest prompt is mostly among these.
 
-        Whoever is like a prompt that it was compared with, but not as far or farther, shares nothing new with it.
+        A prompt that shares less with one already compared shares nothing new and is skipped.
         """
-        # Of texts, how many tokens it shares with them.
+        # By text: tokens that it shares.
         told: dict[object, int] = {}
         compared = 0
         for other in islice(self._at[watch.node][watch.place].latest(), LOOKED_AT):
@@ -349,17 +347,17 @@ class PrefixWatches:
                 break
 
     def _compare(self, watch: Watch, other: Watch) -> int:
-        """Tokens, whole pages, that two prompts of one place share; what is known is not compared again."""
+        """Tokens, whole pages, shared by two prompts of one place; the known part is not compared again."""
         known = max(watch.length, watch.known_with(other))
         shared = self._tree.reader.common_length(watch.token_ids, other.token_ids, known)
         watch.learn(other, shared)
         return shared
 
     def _enter(self, watch: Watch, leaf: TreeNode, keys: Sequence[Any], known: int) -> None:
-        """Match on into ``leaf``, a child of the node at whose end ``watch`` stands.
+        """Match on into ``leaf``, a child of the node where the match of ``watch`` ends.
 
-        keys: the leaf's tokens, as `PrefixReader.keys_of` returns them. known: tokens of the leaf that are known to
-        match; its first page does.
+        keys: the leaf's, as `PrefixReader.keys_of` returns them. known: tokens of the leaf known to match, at least one
+        page.
         """
         start, known = watch.length, max(known, self._tree.page_size)
         span = self._tree.reader.common_length(keys, watch.token_ids, known, start)
@@ -367,7 +365,7 @@ class PrefixWatches:
         self._put(watch, leaf, span)
 
     def _descend(self, watch: Watch, node: TreeNode) -> None:
-        """Match on from the end of ``node``, at which ``watch`` stands."""
+        """Match on from the end of ``node``, where the match of ``watch`` ends."""
         in_last = 0 if node is self._tree.root_node else len(node.key)
         for child, span in self._tree.reader.descend(node, watch.length, watch.token_ids, watch.extra_key):
             node, in_last = child, span

@@ -1,4 +1,4 @@
-"""Decode says which tokens and images are in its prompts, and keeps nothing of what prefill had other images for.
+"""Decode sends digests of its prompts, and keeps KV of differing images out of the tree.
 
 Upstream: none is known.
 """
@@ -15,21 +15,21 @@ hooks.register(hooks.DecodeHooks, ImageHooks.of)
 
 
 class DecodeRequest(engine.DecodeRequest):
-    """A request whose prompt is compared."""
+    """Sends a digest of its prompt."""
 
     def said_prompt(self) -> bytes:
-        """Its digests, where they are to be compared."""
+        """The digests, if prompts are compared."""
         return prompt_digests(self.req) if compares_prompts() else super().said_prompt()
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Looks at what arrives, before it is the tree's."""
+    """Checks for differing images before the tree takes the KV."""
 
-    # What compares images; None where nothing is compared.
+    # None if prompts are not compared.
     images: ImageHooks | None = None
 
     def _commit_transfer_to_req(self, decode_req) -> bool:
-        """Adds what prefill says of the images."""
+        """Adds the check."""
         done = super()._commit_transfer_to_req(decode_req)
         if done and self.images is not None and not decode_req.is_aborted:
             self.images.keep_same(decode_req, self.metadata_buffers.output_ids)

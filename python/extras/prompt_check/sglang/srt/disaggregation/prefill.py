@@ -1,4 +1,4 @@
-"""Prefill knows what its own prompts are, and says which images are others than decode's.
+"""Prefill digests its prompts, and reports images that differ from decode's.
 
 Upstream: none is known.
 """
@@ -19,20 +19,20 @@ __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 
 
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
-    """Gives each sender its prompt."""
+    """Gives each sender its prompt's digest."""
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Adds that prompt, digested when it is asked for."""
+        """Adds the digest, computed on demand."""
         super().add(req, num_kv_heads)
         if isinstance(req.disagg_kv_sender, CommonKVSender):
             req.disagg_kv_sender.own_prompt = cache(partial(prompt_digests, req))
 
 
 class SchedulerDisaggregationPrefillMixin(engine.SchedulerDisaggregationPrefillMixin):
-    """Has the metadata say it."""
+    """Reports differing images in the metadata."""
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
-        """Adds it to what the last chunk brings."""
+        """Adds the report to the last chunk."""
         if last_chunk:
             say_images(req, self.disagg_metadata_buffers)
         super().send_kv_chunk(req, last_chunk, end_idx)

@@ -1,4 +1,4 @@
-"""What the workers compare of a prompt, each of its own, and what follows from images that differ.
+"""Digests by which the workers of a pair compare a prompt, and the handling of images that differ.
 
 Upstream: none is known.
 """
@@ -28,15 +28,15 @@ __all__ = ["ImageHooks", "compares_prompts", "has_images", "prompt_digest", "pro
 COMPARE_PROMPTS = "SGLANG_DISAGGREGATION_COMPARE_PROMPTS"
 # The bytes of a `prompt_digest`.
 DIGEST_SIZE = 16
-# Of a request's row of `MetadataBuffers.output_ids`, a number that the engine sends and nobody reads: 1 if prefill has
-# computed it with other images than decode's.
+# Column of `MetadataBuffers.output_ids` that the engine sends and does not read: 1 if prefill's images differ from
+# decode's.
 OTHER_IMAGES = 12
-# Of no tree: see `DecodeRadixCache.accepts`.
+# Matches no tree: see `DecodeRadixCache.accepts`.
 NO_GENERATION = -1
 
 
 def compares_prompts() -> bool:
-    """Whether a decode worker says of a prompt which tokens and images are in it, and not only how many tokens.
+    """Whether workers compare a prompt's tokens and images, not only its length.
 
     Raises ValueError for a value of the variable that is neither yes nor no.
     """
@@ -44,10 +44,10 @@ def compares_prompts() -> bool:
 
 
 def prompt_digest(token_ids: Sequence[int], prompt_len: int) -> bytes:
-    """What the workers compare of a prompt, each of its own: 16 bytes of SHA-256.
+    """16 bytes of SHA-256 of a prompt.
 
-    token_ids: before images are padded with hashes of their features, of which two hosts may differ in the last bit.
-    prompt_len: tokens with the images.
+    token_ids: before images are padded with feature hashes: features may differ in the last bit between hosts.
+    prompt_len: tokens with images.
     """
     digest = hashlib.sha256(b"%d " % prompt_len)
     digest.update(_packed(token_ids))
@@ -55,22 +55,21 @@ def prompt_digest(token_ids: Sequence[int], prompt_len: int) -> bytes:
 
 
 def _packed(token_ids: Sequence[int]) -> array[int] | bytes:
-    # 128K tokens take 1.0 ms in all: 0.7 for reading the list, 0.3 for the hash. NumPy, and each signed type, reads it
-    # in 2 to 2.4.
+    # 1.0 ms for 128K tokens: 0.7 to read the list, 0.3 to hash. NumPy and signed types take 2 to 2.4.
     for code in "I", "q":
         try:
             return array(code, token_ids)
         except OverflowError:
-            # A number of the model's own, which is no token, in the place of an image: 3.4 ms.
+            # Some models put numbers that are no tokens in place of images: 3.4 ms.
             continue
     return repr([*token_ids]).encode()
 
 
 def prompt_digests(req: Any) -> bytes:
-    """The `prompt_digest` of a prompt; behind it, with images, 16 bytes that say which of them are where.
+    """The `prompt_digest`; with images, followed by 16 bytes for the images and their places.
 
-    The engine makes another list where there are images, with hashes of their features, by which a tree knows them. Of
-    a prompt without, the tokenizer process has made the digest: here it would be part of a step of the scheduler.
+    The engine keeps a second list with images' feature hashes, by which the tree distinguishes them. Without images
+    the tokenizer process has computed the digest, so that it takes no time of the scheduler's step.
     """
     unpadded, padded = req.origin_input_ids_unpadded, req.origin_input_ids
     length, made = getattr(req.sampling_params, "prompt_digest", (-1, b""))
@@ -81,46 +80,46 @@ def prompt_digests(req: Any) -> bytes:
 
 
 def has_images(req: Any) -> bool:
-    """Whether the engine has put hashes of features into the prompt."""
+    """Whether the prompt contains feature hashes."""
     return req.origin_input_ids is not req.origin_input_ids_unpadded
 
 
 def say_images(req: Any, buffers: Any) -> None:
-    """Write into the metadata of ``req`` whether prefill has computed it with other images than decode has."""
+    """Write into the request's metadata whether prefill's images differ from decode's."""
     sender = req.disagg_kv_sender
     if hasattr(sender, "other_images"):
         buffers.output_ids[req.metadata_buffer_index, OTHER_IMAGES] = sender.other_images
 
 
 class ImageHooks(DecodeHooks):
-    """Keeps out of the tree what prefill has computed with other images."""
+    """Keeps KV of differing images out of the tree."""
 
     @classmethod
     def of(cls, queue: Any) -> ImageHooks | None:
-        """Those of a queue of transfers; None where nothing is compared."""
+        """queue: the transfer queue. None if prompts are not compared."""
         queue.images = cls(queue) if compares_prompts() else None
         found: ImageHooks | None = queue.images
         return found
 
     def __init__(self, transfers: Any):
         self._transfers = transfers
-        # Prefills whose images were others than decode's the last time: of such a transfer the tree keeps nothing.
+        # Prefills whose images differed in the last transfer.
         self._others: set[Hashable] = set()
 
     def keeps(self, entry: QueueEntry) -> bool:
-        """Nobody waits for a transfer of a prefill that had other images."""
+        """False for transfers from a prefill whose images differed: the tree may keep nothing of them."""
         if entry.prefill not in self._others:
             return True
-        # Who has just been admitted is still in the queue before.
+        # A request just admitted is still in the queue before.
         queued = *self._transfers.queue, *self._transfers.scheduler.disagg_decode_prealloc_queue.queue
         return not any(dr.entry is entry and has_images(dr.req) for dr in queued)
 
     def keep_same(self, decode_req: DecodeRequest, output_ids: torch.Tensor) -> None:
-        """Have the tree take nothing of a request that has just arrived if prefill has computed it with other images.
+        """Keep a received request's KV out of the tree if prefill's images differ.
 
-        It is served: its client sees what it gets, and two hosts may compute features that differ in the last bit. But
-        the tree would keep KV of prefill's images for all who come with decode's. Nor does anybody wait for the next
-        such transfer. output_ids: int32 [buffers, 16].
+        The request itself is served: features may differ in the last bit between hosts. But the tree would share KV of
+        prefill's images with requests that have decode's. Later requests do not wait for that prefill's transfers.
+        output_ids: int32 [buffers, 16].
         """
         req, entry = decode_req.req, decode_req.entry
         if is_warmup(req):

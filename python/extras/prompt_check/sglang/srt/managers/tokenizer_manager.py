@@ -1,4 +1,4 @@
-"""Makes the digests of prompts, before the scheduler has them.
+"""Digests prompts in the tokenizer process.
 
 Upstream: none is known.
 """
@@ -13,10 +13,10 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Compares prompts with the other worker of a pair."""
+    """Digests prompts."""
 
     def _create_tokenized_object(self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, *args, **kwargs):
-        """With PD, makes the digest by which the workers compare a prompt, if they do; see `prompt_digests`."""
+        """Adds the digest, if workers compare prompts; see `prompt_digests`."""
         message = super()._create_tokenized_object(obj, input_text, input_ids, input_embeds, mm_inputs, *args, **kwargs)
         in_pair = self.disaggregation_mode != DisaggregationMode.NULL
         if input_ids and in_pair and mm_inputs is None and compares_prompts():

@@ -1,4 +1,4 @@
-"""The request of /generate, whose samples may have rooms of their own.
+"""The request of /generate with samples in rooms of their own.
 
 Upstream: none is known: sgl-project/sglang#9224, #24223, #26486, #30723 and #40297, all closed.
 """
@@ -14,23 +14,23 @@ __all__ = ["GenerateReqInput"]
 
 @dataclass
 class GenerateReqInput(engine.GenerateReqInput):
-    """A request whose samples may have rooms of their own."""
+    """Adds the samples of a prompt."""
 
-    # Without annotations: these are not fields, of which the client sets any.
-    # Samples of each prompt, when each has become a prompt of its own (`give_rooms`); else 0.
+    # Without annotations, so that they are no fields that a client could set. samples: per prompt, once each has become
+    # a prompt (`give_rooms`); otherwise 0.
     samples = 0
-    # Then the rooms of the prompts.
+    # The prompts' rooms then.
     request_rooms = ()
 
     def normalize_batch_and_arguments(self) -> None:
-        """With rooms for its samples it has been, with n as it came."""
+        """Does nothing once samples have rooms: it is normalised then."""
         if not self.samples:
             super().normalize_batch_and_arguments()
 
     def __getitem__(self, i: int) -> GenerateReqInput:
-        """Adds what prefill knows of the request's samples."""
+        """Keeps prefill's announcement."""
         item = super().__getitem__(i)
-        # On prefill, of a request with samples that is served as the engine does: whether decode gives them rooms.
+        # On prefill: of a request with samples that is served the engine's way.
         announcement = getattr(self, "announcement", None)
         if announcement is not None:
             item.announcement = announcement

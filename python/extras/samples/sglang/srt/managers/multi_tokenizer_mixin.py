@@ -1,4 +1,4 @@
-"""Several tokenizer processes: which of them a request comes to, nobody knows before, so none is told of its samples.
+"""Several tokenizer processes on prefill: samples are refused, since it is unknown which process gets the request.
 
 Upstream: none is known.
 """
@@ -14,10 +14,10 @@ __all__ = ["MultiTokenizerRouter"]
 
 
 class MultiTokenizerRouter(engine.MultiTokenizerRouter):
-    """Refuses samples, which it is told of."""
+    """Refuses announcements of samples."""
 
     def __init__(self, server_args, port_args):
-        """Listens before the bootstrap server is there."""
+        """Registers the route before the bootstrap server starts."""
         if server_args.disaggregation_mode == DisaggregationMode.PREFILL.value:
             listen(SAMPLE_ROUTE, _refuse_samples)
         super().__init__(server_args, port_args)

@@ -1,14 +1,13 @@
-"""n > 1 with PD disaggregation: a room for each sample of a prompt, the same on both workers.
+"""n > 1 with PD disaggregation: a bootstrap_room for each sample of a prompt, equal on both workers.
 
-The engine gives all samples of a prompt the room of its request, and they are told apart by nothing. Here a request
-with n samples of b prompts becomes a batch of n * b prompts before anything else is done with it, each with a room that
-follows from that of its request. The first sample that decode admits brings the prompt's KV; the others wait for that
-and find it in the tree, so prefill computes the prompt once.
+In the engine all samples of a prompt share one room and cannot be distinguished. Here a request with n samples of b
+prompts becomes a batch of n * b prompts first. Each has a room derived from the request's. The first sample admitted
+on decode brings the prompt's KV; the others wait for it and find it in the tree, so prefill computes it once.
 
-Prefill cannot know from a request which rooms decode will ask for, so decode says it (`announce`) before it asks for
-anything. Until then prefill does what the engine does, for a decode worker that says nothing: it warms its cache with a
-request of the prompt's own room. That waits for decode to ask for this room, which a decode worker that announces never
-does, so in this race nothing can go wrong (`Announcement`).
+Prefill cannot know which rooms decode will use, so decode announces them (`announce`) before it asks for KV. Until
+then prefill does what the engine does: it warms its cache with a request of the prompt's own room. That waits for
+decode to ask for this room, which a decode worker that announces never does. So either order is correct
+(`Announcement`).
 
 Upstream: none is known: sgl-project/sglang#9224, #24223, #26486, #30723 and #40297 are all closed.
 """
@@ -49,20 +48,20 @@ __all__ = [
     "samples_asked",
 ]
 
-# Requests that one may be split into.
+# Most samples times prompts of one request.
 MAX_SAMPLES = 4096
-# How rooms follow from a room; another way would have another number.
+# Version of `sample_room`.
 DERIVATION = 1
-# On a prefill's bootstrap server: what decode tells it.
+# Route on a prefill's bootstrap server for announcements.
 SAMPLE_ROUTE = "/sample_rooms"
 add_route(SAMPLE_ROUTE, derivation=int)
-# Rooms that are congruent modulo this are on the same rank of every DP size that divides it: all to 16, 2^n to 256.
-# It is lcm(1, ..., 16) * 16.
+# Rooms congruent modulo this are on the same rank for every DP size that divides it: all up to 16, 2^n up to 256. It is
+# lcm(1, ..., 16) * 16.
 STRIDE = 11_531_520
-# Multiples of it below 2**63, the end of what a room may be.
+# Multiples of it below 2**63, the bound of rooms.
 MULTIPLES = 2**63 // STRIDE
 
-# Of a request after the engine's normalisation: what has an entry for each prompt, at least, if it is a list.
+# Attributes of a normalised request with at least one entry per prompt, if they are lists.
 _LISTS = (
     "text",
     "input_ids",
@@ -89,24 +88,23 @@ _LISTS = (
 
 
 def sample_room(room: int, index: int) -> int:
-    """The room of sample ``index`` (0 to MAX_SAMPLES - 1) of the request of ``room``. Both in [1, 2**63).
+    """The room of sample ``index`` (0 to MAX_SAMPLES - 1) of a request's ``room``. Both in [1, 2**63).
 
-    Never the room itself, and another one for each index. ``room`` modulo `STRIDE` is kept, and with it
-    ``room % dp_size``. Where among the multiples of STRIDE a room's samples begin is a hash of it, so rooms that
-    follow each other, as a client may number them, have samples far apart. Those of two requests collide with
-    probability 2n / 2**63 if their rooms are random, and 2n / 2**39 if these are congruent.
+    Never ``room`` itself; different for each index. Equal to ``room`` modulo `STRIDE`, and so modulo dp_size. The first
+    multiple of STRIDE is a hash of the room: consecutive rooms, as clients may number them, have samples far apart. Two
+    requests' samples collide with probability 2n / 2**63 for random rooms, and 2n / 2**39 for congruent ones.
     """
     multiple, rest = divmod(room, STRIDE)
     digest = hashlib.blake2b(room.to_bytes(8, "big"), digest_size=8, person=b"sample room").digest()
     jump = int.from_bytes(digest, "big") % (MULTIPLES - 1 - MAX_SAMPLES)
-    # From 1 on, since room 0 is nobody's. jump + index + 1 < MULTIPLES - 1, so it does not come round to the room.
+    # From 1 on: room 0 is invalid. jump + index + 1 < MULTIPLES - 1, so it does not wrap around to the room.
     return (multiple + jump + index) % (MULTIPLES - 1) * STRIDE + STRIDE + rest
 
 
 def samples_asked(obj: Any) -> bool:
-    """Whether this request, before its normalisation, asks for more than one sample of each prompt.
+    """Whether a request asks for more than one sample of each prompt, before its normalisation.
 
-    What is no number of samples is for the checks that come later.
+    Invalid values of n are left to later checks.
     """
     params = getattr(obj, "sampling_params", None)
     first = params[0] if isinstance(params, list) and params else params
@@ -115,30 +113,29 @@ def samples_asked(obj: Any) -> bool:
 
 
 def give_rooms(obj: GenerateReqInput, rid: str | list[str] | None) -> None:
-    """Make a batch with a prompt for each sample of ``obj``, which has been normalised: prompt by prompt, as answered.
+    """Turn a normalised request into a batch with one prompt per sample, in order of the answers.
 
-    rid: what the client has called it. A prompt's samples are called by it and their number, in as many digits as the
-    greatest needs, so that none begins with another.
+    rid: the client's. Samples get it with their number appended, in equal width, so that none is another's prefix.
     """
     prompts, n = obj.batch_size, obj.parallel_sample_num
     exact = {"extra_key": prompts, "lora_path": prompts * n}
     for name in _LISTS:
         values = getattr(obj, name)
-        # An empty one is as good as none: chat requests have such modalities. Not of what the router gives each prompt.
+        # Empty lists count as absent: chat requests have empty modalities. Not for the router's entries per prompt.
         if isinstance(values, list) and (values or name.startswith("bootstrap_")):
             if len(values) != exact.get(name, len(values)):
                 raise ValueError(f"{name} must have an entry for each of the {prompts} prompts.")
-            # Where the engine has an entry for each sample, it has all prompts, n times.
+            # Lists with an entry per sample repeat all prompts n times.
             setattr(obj, name, [values[prompt] for prompt in range(prompts) for _ in range(n)])
     obj.sampling_params = [{**params, "n": 1} for params in obj.sampling_params]
     if isinstance(rid, str):
         obj.rid = _numbered(rid, prompts * n)
     elif rid is not None:
         obj.rid = [name for one in rid for name in _numbered(one, n)]
-    # What is no room is refused by the checks of requests. None is none.
+    # Invalid rooms are refused by later checks.
     obj.request_rooms = [room if is_room(room) else None for room in obj.bootstrap_room[::n]]
     for i, room in enumerate(obj.bootstrap_room):
-        # Warm-ups share nothing.
+        # Warm-ups keep theirs.
         if is_room(room) and obj.bootstrap_host[i] != FAKE_BOOTSTRAP_HOST:
             obj.bootstrap_room[i] = sample_room(room, i % n)
     obj.batch_size, obj.parallel_sample_num, obj.samples = prompts * n, 1, n
@@ -151,10 +148,9 @@ def _numbered(rid: str, count: int) -> list[str]:
 
 
 def names_of(rid: str | list[str] | None, sampled: Sequence[str], taken: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What the samples of a request are called, by what the client has called it.
+    """The samples' rids, by the client's rid.
 
-    sampled: the names of all samples, prompt by prompt. taken: names of requests that are being served. One that is in
-    use is the other request's, and this one is refused.
+    sampled: rids of all samples, prompt by prompt. taken: rids of requests being served; such a request is refused.
     """
     called = [] if rid is None else rid if isinstance(rid, list) else [rid]
     count = len(sampled) // (len(called) or 1)
@@ -165,17 +161,17 @@ def names_of(rid: str | list[str] | None, sampled: Sequence[str], taken: Mapping
 
 
 class PrefillUnreachable(HTTPException):
-    """A prefill does not answer. It may have heard all the same, and wait for what is not asked for."""
+    """A prefill does not answer. It may have received the announcement all the same, and wait."""
 
     def __init__(self, addr: str, why: Any) -> None:
         super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, f"prefill {addr} cannot be told of samples: {why}")
 
 
 async def announce(obj: GenerateReqInput, default_port: int) -> None:
-    """Tell the prefills of this request, and wait until they know, that its samples have rooms of their own.
+    """Announce to a request's prefills that its samples have rooms of their own; return when they know.
 
-    default_port: of a bootstrap server of which the request names none.
-    Raises ValueError, which says why, if a prefill gives them none, and `PrefillUnreachable`.
+    default_port: of bootstrap servers without a port in the request. Raises ValueError with the reason if a prefill
+    refuses, and `PrefillUnreachable`.
     """
     rooms: dict[str, list[int]] = {}
     for i, room in enumerate(obj.request_rooms):
@@ -206,14 +202,13 @@ async def _announce(addr: str, rooms: Sequence[int]) -> None:
 
 
 class SamplesHaveRooms(Exception):
-    """Decode has announced the samples of a request that was begun as the engine begins it."""
+    """Decode has announced the samples of a request that prefill serves the engine's way."""
 
 
 class Announcement:
-    """Whether decode has announced a request's samples, for the prefill that serves it; of one event loop.
+    """Whether decode has announced a request's samples; for prefill, and one event loop.
 
-    told: it has. too_late: the engine's warm-up was answered, so decode has asked for the request's own room, and the
-    samples are those of the engine.
+    told: it has. too_late: the engine's warm-up was answered, so decode uses the request's own room.
     """
 
     def __init__(self) -> None:
@@ -223,17 +218,17 @@ class Announcement:
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return when decode has announced the samples; for ever if it does not."""
+        """Return when decode has announced the samples."""
         await self._event.wait()
 
     def tell(self) -> None:
-        """Called on any thread."""
+        """Thread-safe."""
         self.told = True
         self.loop.call_soon_threadsafe(self._event.set)
 
 
 async def first_answer(answers: AsyncIterator, announcement: Announcement) -> asyncio.Future:
-    """The task of the next of ``answers``, when it is done or decode has announced the samples."""
+    """The task of the next of ``answers``; returns when it is done or the samples are announced."""
     answer = asyncio.ensure_future(answers.__anext__())
     told = asyncio.ensure_future(announcement.wait())
     try:
@@ -247,22 +242,22 @@ async def first_answer(answers: AsyncIterator, announcement: Announcement) -> as
 
 
 class SampleRooms:
-    """What a prefill has been told of samples, by the rooms of their requests. Announcement and request may come in
-    any order, on different threads."""
+    """Announcements that a prefill has received, by the request's room. Announcement and request may arrive in any
+    order, on different threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Announcements whose request has not come. It does not come later than this: decode has given it up.
+        # Announcements without their request. After this time decode has cancelled it.
         self._told: RoomNotes[bool] = RoomNotes(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         self._announcements: dict[int, Announcement] = {}
-        # Requests that this prefill has refused, which decode may announce later, and whether they are at fault.
+        # Requests refused here that decode may still announce: the reason, and whether they are at fault.
         self._refused: RoomNotes[tuple[str, bool]] = RoomNotes(refusal.REMEMBERED_S)
 
     def announced(self, rooms: Sequence[int], derivation: int = DERIVATION) -> None:
         """Decode has announced the samples of the requests of ``rooms``.
 
-        Raises ValueError, which says why, if they cannot be served, and `NotNow` where this prefill has refused one
-        that is not at fault.
+        Raises ValueError with the reason if they cannot be served, and `NotNow` if one was refused that is not at
+        fault.
         """
         if derivation != DERIVATION:
             raise ValueError(
@@ -283,7 +278,7 @@ class SampleRooms:
                 announcement.tell()
 
     def expect(self, rooms: Sequence[int]) -> Announcement:
-        """A request of ``rooms`` has come: whether its samples have been announced, now or later."""
+        """A request of ``rooms`` has arrived. Returns its announcement, which may be made later."""
         announcement = Announcement()
         with self._lock:
             if any(map(self._told.of, rooms)):
@@ -302,7 +297,7 @@ class SampleRooms:
                     self._told.take(room)
 
     def refuse(self, rooms: Sequence[int], reason: str, at_fault: bool) -> None:
-        """A request of ``rooms`` is refused here; decode learns of it when it announces its samples.
+        """A request of ``rooms`` is refused here; decode's announcement gets the reason.
 
         at_fault: as in `refusal.RefusedReq`.
         """
@@ -311,7 +306,7 @@ class SampleRooms:
                 self._refused.note(room, (reason, at_fault))
 
     def close(self, announcement: Announcement) -> bool:
-        """The engine's warm-up was answered. Returns whether that was before an announcement; then none is taken."""
+        """The engine's warm-up was answered. Returns whether no announcement came before; later ones are refused."""
         with self._lock:
             announcement.too_late = not announcement.told
             return announcement.too_late

@@ -1,4 +1,4 @@
-"""Serves requests: each sample of a prompt has a room of its own.
+"""Serves n > 1: each sample of a prompt has a room of its own.
 
 Upstream: none is known: sgl-project/sglang#9224, #24223, #26486, #30723 and #40297 are all closed.
 """
@@ -21,33 +21,33 @@ from sglang.srt.managers.refused_requests import reason_of
 
 __all__ = ["TokenizerManager"]
 
-# Endpoints whose streams have status 200 before anything is known, and tell of no error but ValueError.
+# Endpoints that send status 200 before the first output, and then report no error but ValueError.
 OWN_STREAMS = ("generate_request", "vertex_generate")
 
 
 def endpoint_of(request: Any) -> str:
-    """What the engine calls the endpoint that an HTTP request came to; empty of any other request."""
+    """The engine's name for the endpoint of an HTTP request; empty for others."""
     scope = getattr(request, "scope", None) or {}
     return getattr(scope.get("endpoint"), "__name__", "")
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Gives the samples of a prompt rooms of their own, where both workers of a pair can."""
+    """Gives samples rooms of their own if both workers of a pair support it."""
 
-    # Of requests with samples, by what the client calls them: what their samples are called.
+    # Rids of the samples, by the client's rid.
     rids_of_samples: dict[str, list[str]] = {}
 
     def init_disaggregation(self) -> None:
-        """Notifies a prefill of samples that have rooms."""
+        """Takes announcements of samples on prefill."""
         super().init_disaggregation()
         self.samples = samples.SampleRooms()
-        # The prompt that was tokenized last, and its tokens.
+        # The last prompt tokenized, and its tokens.
         self.last_text: tuple[str, list[int]] = "", []
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             listen(samples.SAMPLE_ROUTE, self.samples.announced)
 
     async def generate_request(self, obj, request=None):
-        """With PD each sample of a prompt has a room of its own."""
+        """Gives each sample a room of its own with PD."""
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         if (
             not isinstance(obj, GenerateReqInput)
@@ -82,11 +82,10 @@ class TokenizerManager(engine.TokenizerManager):
                 del self.rids_of_samples[rid]
 
     async def _until_told(self, obj, sampled, rooms: list[int], request):
-        """On prefill: serve a request with samples as the engine does, until decode has announced these.
+        """On prefill: serve a request with samples the engine's way, unless decode announces them.
 
-        sampled: the same request with a room for each sample.
-        Yields nothing if it has: then it is to be served with a room for each sample. Decode says so before it asks for
-        anything, and one that does not asks for the room with which the engine begins.
+        sampled: the same request with a room per sample. Yields nothing once they are announced: then ``sampled`` is to
+        be served. Decode announces before it asks for KV; one that does not uses the request's own room.
         """
         announcement = obj.announcement = self.samples.expect(rooms)
         try:
@@ -94,19 +93,19 @@ class TokenizerManager(engine.TokenizerManager):
                 async for out in super().generate_request(obj, request):
                     yield out
         except samples.SamplesHaveRooms:
-            # What was sent is its warm-up, which releases nothing.
+            # The warm-up has been sent, which releases no adapter.
             await self._release_adapters(obj.lora_id)
         except Exception as e:
             self.samples.refuse(rooms, reason_of(e), blames_request(e))
             if announcement.told and not announcement.too_late:
-                # What was served has the engine's rooms, and decode asks for those of the samples.
+                # Prefill used the request's own room; decode asks for those of the samples.
                 self._tell_peer(sampled, reason_of(e), at_fault=blames_request(e))
             raise
         finally:
             self.samples.done(rooms, announcement)
 
     def _send_one_request(self, tokenized_obj) -> None:
-        """Adds a last look at whether the samples of the prompt have rooms: from here on the scheduler is told."""
+        """Adds a last check for an announcement before the scheduler gets the request."""
         state = self.rid_to_state.get(tokenized_obj.rid)
         announcement = getattr(state.obj, "announcement", None) if state is not None else None
         if announcement is not None and announcement.told and not announcement.too_late:
@@ -115,7 +114,7 @@ class TokenizerManager(engine.TokenizerManager):
         super()._send_one_request(tokenized_obj)
 
     async def _wait_one_response(self, obj, state, request=None):
-        """The engine's warm-up for samples gives way when decode announces that they have rooms."""
+        """Ends the engine's warm-up for samples when decode announces them."""
         answers = super()._wait_one_response(obj, state, request)
         announcement = getattr(obj, "announcement", None)
         if announcement is not None and not announcement.too_late:
@@ -126,19 +125,19 @@ class TokenizerManager(engine.TokenizerManager):
     async def _answer_to_warmup(self, answers, obj, announcement: samples.Announcement):
         answer = await samples.first_answer(answers, announcement)
         if not answer.done():
-            # Nobody has asked for this room, or will: dropped, it has not failed, and nothing is answered.
+            # This room will not be used: remove the warm-up without a failure or an answer.
             answer.cancel()
             self.rid_to_state.pop(obj.rid, None)
             self.send_to_scheduler.send_pyobj(ComputedReq(obj.bootstrap_room, obj.rid))
             raise samples.SamplesHaveRooms
-        # If it has failed, this raises.
+        # Raises if it has failed.
         out = answer.result()
         if not self.samples.close(announcement):
             raise samples.SamplesHaveRooms
         return out
 
     async def _handle_batch_request(self, obj, request=None):
-        """Prefill is told of samples with rooms of their own before anything is sent for them."""
+        """Announces samples to prefill before anything is sent for them."""
         if getattr(obj, "samples", 0) and self.disaggregation_mode == DisaggregationMode.DECODE:
             try:
                 await samples.announce(obj, self.server_args.disaggregation_bootstrap_port)
@@ -150,35 +149,35 @@ class TokenizerManager(engine.TokenizerManager):
             yield out
 
     def _validate_rid_not_in_flight(self, obj) -> None:
-        """Adds the check of ``n``: where samples have rooms, they have become prompts."""
+        """Adds the check of ``n``; samples with rooms have become prompts before."""
         super()._validate_rid_not_in_flight(obj)
         if isinstance(obj, GenerateReqInput) and self.server_args.disaggregation_decode_enable_radix_cache:
             if (n := obj.parallel_sample_num) != 1:
                 raise ValueError(f"n must be a whole number from 1 to {samples.MAX_SAMPLES}, got {n!r:.80}.")
 
     def _is_refusal(self, error) -> bool:
-        """A prefill that does not answer may have heard all the same. A request that begins anew has not failed."""
+        """A prefill that does not answer may have the announcement all the same. A restarted request has not failed."""
         if isinstance(error, samples.SamplesHaveRooms):
             return False
         return isinstance(error, samples.PrefillUnreachable) or super()._is_refusal(error)
 
     def _ends_others(self, obj) -> bool:
-        """The failure of one sample is the answer to all."""
+        """One failed sample fails all."""
         return bool(getattr(obj, "samples", 0)) or super()._ends_others(obj)
 
     def _rooms_of(self, obj):
-        """Adds the rooms of the prompts, before those of their samples: prefill may know of either."""
+        """Adds the prompts' rooms before those of their samples: prefill may know either."""
         each = getattr(obj, "samples", 0)
         return chain(refusal.rooms_of(obj, obj.request_rooms, each) if each else (), super()._rooms_of(obj))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """A request with samples is aborted by what its client calls it."""
+        """Aborts samples by the client's rid."""
         for one in () if abort_all or rid in self.rid_to_state else self.rids_of_samples.get(rid, ()):
             super().abort_request(one)
         super().abort_request(rid, abort_all)
 
     async def _tokenize_texts(self, texts, is_cross_encoder: bool = False):
-        """The samples of a prompt, which follow each other, are tokenized once, as they are by the engine."""
+        """Tokenizes the samples of a prompt once, as the engine does."""
         if not isinstance(texts, str) or is_cross_encoder:
             return await super()._tokenize_texts(texts, is_cross_encoder)
         text, tokens = self.last_text

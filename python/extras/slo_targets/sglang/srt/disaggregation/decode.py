@@ -59,7 +59,7 @@ class LateSchedule(engine.DecodePreallocQueue.schedule_type):  # type: ignore[mi
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Transfers of a decode worker, which may have a target for TTFT."""
+    """Holds the TTFT target, if any."""
 
     policy_type = LatePolicy
     ttft_target: TtftTarget | None = None
@@ -67,7 +67,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """Refuses requests whose first token would come too late, if the worker is told to."""
+    """With ``refuse``: refuses requests whose first token would be too late."""
 
     schedule_type = LateSchedule
 
@@ -78,19 +78,19 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self.admission.look_every = LATE_INTERVAL
 
     def add(self, req: Req, is_retracted: bool = False) -> None:
-        """Answers 503 at once to such a request, and has prefill drop it. The same on all ranks."""
+        """Answers 503 to a refused request and has prefill abort it; the same on all ranks."""
         refusal = self.transfer_queue.ttft_refusal
         if refusal is not None and not is_retracted and (end := self._refused(req, refusal)) is not None:
             prepare_abort(req, end.message)
             req.finished_reason = end
             self.scheduler.stream_output([req], req.return_logprob)
-            # Of the extra failure_reports.
+            # Defined by the extra failure_reports.
             self.scheduler._tell_peer(req, end.message)
             return
         super().add(req, is_retracted)
 
     def _refused(self, req: Req, refusal: TtftRefusal) -> FINISH_REFUSED | None:
-        """How ``req`` ends if it is refused. A second request of a live room has another's half on prefill."""
+        """The finish reason if ``req`` is refused. Never a second request of a live room: prefill has one half only."""
         if is_warmup(req) or req.finished() or req.to_finish is not None or req.bootstrap_room in self.rooms:
             return None
         sign = priority_sign(self.scheduler)

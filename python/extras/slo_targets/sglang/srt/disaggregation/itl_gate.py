@@ -1,12 +1,10 @@
-"""Holds back requests with which decode steps would take longer than the ITL that was promised.
+"""Delays admissions that would make decode steps longer than the ITL target.
 
-A step's time follows from who is in it (step_time.py), so an admission is refused as one for which there is no memory
-is: it ends the step of admission, and what waits goes by the order of admission. With nobody live the next is admitted
-whatever it takes, so at least one request always runs. Requests that are on their way here count from when they will
-decode, beside those that will not have ended by then.
+A step's time is predicted from its requests (step_time.py). An admission over the target is handled like one without
+memory: it ends the admission step, and the order of admission stays. If no request is live, the next is always
+admitted. Requests in transfer count from the step in which they are expected to decode.
 
-Nothing here is measured by more than one rank: the first one's estimate is part of what ranks agree on, and decisions
-follow from that, and from live requests, in whole numbers.
+Rank 0's estimate is part of the reduction over ranks. Decisions depend on it and on live requests only, in integers.
 
 Upstream: none is known.
 """
@@ -32,21 +30,21 @@ __all__ = ["ItlGate", "ItlHooks", "Load"]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-# Requests that run before steps have been measured, and how many times what has been measured may be tried.
+# Requests admitted before the first estimate; and the largest load to try, as a multiple of the largest measured.
 SEED, STRIDE = 4, 2
-# An answer's tokens before one has ended; the least part of a mean answer that is expected still to come; and the
-# answers of which the mean is taken.
+# Tokens expected of an answer before any has ended; the least part of a mean answer still expected of a longer one; and
+# the answers in the mean.
 UNKNOWN_ANSWER, LEAST_PART, ANSWERS = 256, 4, 64
-# What is expected of the longest step that live requests grow into, in tenths of the target.
+# Bound of the longest step that live requests can grow into, in tenths of the target.
 PEAK_TENTHS = 11
-# One in so many requests that were admitted decodes sooner than is reckoned with.
+# The delay used is exceeded by all but one in so many admitted requests.
 SHORT_PART = 4
 # Steps between two reports to the metrics.
 REPORT = 16
 
 
 class Steps(NamedTuple):
-    """The longest of some steps, picoseconds, and the most requests and tokens of any of them."""
+    """The maxima over some steps: picoseconds, requests, tokens."""
 
     longest: int
     requests: int
@@ -54,29 +52,28 @@ class Steps(NamedTuple):
 
 
 class Load:
-    """What the requests of the next steps read. shared: tokens that all of them read once, beside those of each."""
+    """KV reads of the next steps. shared: tokens that a step reads once for all requests."""
 
     def __init__(self, shared: int = 0):
         self.shared = shared
-        # Of each request: tokens that it begins with, steps until it begins, and tokens by which it will grow, a step
-        # for each.
+        # Per request: tokens at its start, steps until it starts, and tokens by which it grows, one per step.
         self.reqs: list[tuple[int, int, int]] = []
 
     def add(self, tokens: int, growth: int, start: int = 0, shared: int = 0) -> None:
-        """A request reads ``tokens`` of its own from the step ``start`` on, and in the end ``growth`` more."""
+        """Add a request that reads ``tokens`` of its own from step ``start`` on and grows by ``growth`` tokens."""
         self.reqs.append((tokens, start, growth))
         self.shared += shared
 
     def remove_last(self, shared: int) -> None:
-        """Undo the last `add`."""
+        """Undo the last `add`. shared: as given to it."""
         self.reqs.pop()
         self.shared -= shared
 
     def steps(self, parts: Parts) -> tuple[Steps, Steps]:
-        """The steps in which a request begins, and those in which one ends: between two of these all only grow."""
+        """Maxima over the steps in which a request starts, and over those in which one ends: extremes lie there."""
         tokens, starts, growth = np.array(self.reqs, np.int64).T
         ends = starts + growth
-        # With what each would have had at time 0.
+        # Token counts extrapolated to step 0.
         begun, gone = _sums(starts, tokens - starts), _sums(ends, tokens - starts)
         found = []
         for at in (starts, ends):
@@ -88,9 +85,9 @@ class Load:
 
 
 def _sums(times: Array, numbers: Array) -> Callable[[Array, Literal["left", "right"]], Array]:
-    """Asked with times, how many of ``times`` there are until each, and the sum of their ``numbers``.
+    """A function of times: the number of ``times`` before each, and the sum of their ``numbers``.
 
-    With "right", those at that time as well.
+    Side "right" includes equal times.
     """
     order = np.argsort(times)
     sums = np.vstack([np.arange(len(times) + 1), np.concatenate([[0], np.cumsum(numbers[order])])])
@@ -98,40 +95,40 @@ def _sums(times: Array, numbers: Array) -> Callable[[Array, Literal["left", "rig
 
 
 class ItlGate:
-    """The target of one rank, what it knows of steps, and whom it holds back."""
+    """The ITL target of one rank: measurements, estimate and decisions."""
 
     width = WIDTH
 
     def __init__(self, target_ms: float, shares: bool = False, counters: Any = None):
-        """shares: whether a step reads what several of its requests share once."""
+        """shares: whether a step reads KV that its requests share once."""
         self.target_ms, self._target = target_ms, round(target_ms * PS / 1000)
         self._shares = shares
         self._counters: TargetMetrics | None = counters
         self.decode = StepTimes()
-        # What all ranks go by.
+        # Agreed on by all ranks.
         self.estimate: Estimate | None = None
         self._accepted: deque[float] = deque(maxlen=RECENT)
         self._answers: deque[int] = deque(maxlen=ANSWERS)
         self._watch = StepWatch()
-        # How many that decoded in the last step go on, and the seconds of steps over prompts since, for all of them.
+        # Requests that continue from the last decode step, and their summed seconds in prefill steps since.
         self._left, self._waited = 0, 0.0
-        # The requests of the last step, and the tokens of theirs that it did not read again.
+        # The requests of the last step, and the tokens among theirs that it read once instead of again.
         self._reqs: list[Req] = []
         self._read_once = 0
         self._steps = 0
-        # In which step those were admitted that do not decode yet, None of those for which nothing is sent; and after
-        # how many steps those decoded for which something was.
+        # Step of admission of requests that do not decode yet, None if no transfer is needed; and the last delays from
+        # admission to decode, steps.
         self._admitted: dict[str, int | None] = {}
         self._delays: deque[int] = deque(maxlen=ANSWERS)
-        # Whether the last one was refused since no step has been like that, which the next ones may change.
+        # Whether the last refusal was for a load beyond what has been measured; the next steps may extend that.
         self.untried = False
-        # The request that is held back, how many wait with it, and how many have been so far.
+        # The delayed request, the requests that wait with it, and the number delayed so far.
         self._held: str | None = None
         self.waiting = self.held_requests = 0
 
     @classmethod
     def of(cls, scheduler: Any) -> ItlGate | None:
-        """The gate that the options of a decode worker ask for; None where they ask for none."""
+        """The gate of a decode worker; None without an ITL target."""
         target_ms = scheduler.server_args.disaggregation_decode_itl_target
         if target_ms is None:
             return None
@@ -141,15 +138,15 @@ class ItlGate:
         counters.itl_target(target_ms / 1000)
         return cls(target_ms, getattr(backend, "shares_prefixes", False), counters)
 
-    # ---- what is measured ----
+    # ---- measurement ----
 
     def idle(self) -> None:
-        """The loop has nothing to do: the next step's time is not what passes until its end."""
+        """The loop is idle: the time until the next step ends is no step time."""
         self._watch.idle()
         self._left, self._waited = 0, 0.0
 
     def note_step(self, batch: Any, result: Any, now: float | None = None) -> None:
-        """The result of ``batch`` has been processed. Its time is that since the result before, as clients see it."""
+        """Note a processed result. A step's time runs from the result before, as clients see it."""
         seconds = self._watch.lap(now)
         reqs = batch.reqs
         if not batch.forward_mode.is_decode():
@@ -171,17 +168,16 @@ class ItlGate:
             self._counters.itl(self.decode.seconds() or 0.0, self.decode.seconds_explained() or 0.0)
 
     def _note_decoded(self, batch: Any, seconds: float) -> None:
-        """A decode step took ``seconds``."""
         own = max(1, len(batch.reqs))
         if has_prompts(batch):
-            # Of another DP rank's prompts tokens are told, and the step took as long as they did.
+            # Token counts include other DP ranks' prompts, and the step lasted as long as those.
             self._waited += own * max(0.0, seconds - (self.decode.seconds() or seconds))
         else:
             self.decode.note(self._requests(batch), self._tokens(batch.reqs), seconds, self._waited / own)
             self._waited = 0.0
 
     def _note_joined(self, reqs: Sequence[Req]) -> None:
-        """``reqs`` decode."""
+        """Note the delays of requests that decode for the first time."""
         admitted = self._admitted
         for rid in [req.rid for req in reqs if req.rid in admitted] if admitted else ():
             step = admitted.pop(rid, None)
@@ -190,11 +186,11 @@ class ItlGate:
 
     @staticmethod
     def _requests(batch: Any) -> int:
-        """Requests of a step; where DP ranks step together, of the fullest, which all wait for."""
+        """Requests of a step; with DP attention those of the fullest rank, for which the others wait."""
         return max([len(batch.reqs), *(batch.global_num_tokens or ())])
 
     def _tokens(self, reqs: Sequence[Req]) -> int:
-        """Tokens of KV that a step over ``reqs`` reads."""
+        """KV tokens that a step over ``reqs`` reads."""
         tokens = sum([len(req.origin_input_ids) + len(req.output_ids) for req in reqs])
         if not self._shares:
             return tokens
@@ -204,10 +200,10 @@ class ItlGate:
             self._read_once = held - tokens_above([req.last_node for req in reqs])
         return max(1, tokens - self._read_once)
 
-    # ---- what ranks agree on ----
+    # ---- agreement of ranks ----
 
     def own(self) -> list[int]:
-        """What this rank makes of its steps, as `WIDTH` figures of 0 or more."""
+        """This rank's estimate as `WIDTH` figures of 0 or more."""
         parts = self.decode.parts()
         if parts is None:
             return [0] * WIDTH
@@ -217,21 +213,21 @@ class ItlGate:
         return Estimate(parts, accepted, answer, *self.decode.most(), delay, waits).figures()
 
     def _tokens_per_step(self) -> float:
-        """Of a request, where drafts are accepted."""
+        """Tokens per request and step; above 1 with speculation."""
         return sum(self._accepted) / len(self._accepted) if self._accepted else 1.0
 
     def take(self, figures: list[int]) -> None:
-        """These are what all ranks go by from now on."""
+        """Take the figures that all ranks agreed on."""
         self.estimate = Estimate.of(figures)
 
     # ---- decisions ----
 
     def load(self, live: LiveReqs) -> Load:
-        """What steps over the live requests read. Cost: some figures of each."""
+        """KV reads of the live requests' next steps. Cost: a few figures per request."""
         coming, delay, step = live.coming, self._delay(), self._steps
         load = Load(tokens_above([req.last_node for req in (*live.running, *coming)]) if self._shares else 0)
         load.reqs = self._figures(live.running)
-        # Without those that have failed on their way.
+        # Drops requests that failed in transfer.
         self._admitted = {req.rid: self._admitted.get(req.rid) for req in coming}
         for req, (tokens, _, growth) in zip(coming, self._figures(coming), strict=True):
             since = self._admitted[req.rid]
@@ -239,9 +235,9 @@ class ItlGate:
         return load
 
     def _figures(self, reqs: Sequence[Req]) -> list[tuple[int, int, int]]:
-        """Those of `Load.reqs` of each of ``reqs``, as if all ran.
+        """`Load.reqs` of ``reqs``, as if all ran.
 
-        Of all that do, in each step in which somebody could be admitted: it makes no call for each of them.
+        Called for all running requests in each admission step: no call per request.
         """
         shares, answer = self._shares, 0 if self.estimate is None else self.estimate.answer
         least = answer // LEAST_PART if answer else UNKNOWN_ANSWER
@@ -255,13 +251,13 @@ class ItlGate:
         return figures
 
     def _delay(self) -> int:
-        """Steps from an admission until the request decodes; for the shorter ones of them."""
+        """Steps from admission to decode, at the lower quartile."""
         return 0 if self.estimate is None else self.estimate.delay
 
     def add(self, load: Load, plan: AdmissionPlan, req: Req, at_once: bool = False) -> bool:
-        """Add ``req``, whose admission takes ``plan``, to ``load`` if steps do not become too long with it.
+        """Add ``req`` to ``load``, unless steps become too long. plan: of its admission.
 
-        at_once: nothing is sent for it; it decodes beside those that run now, and not beside those that will be left.
+        at_once: it needs no transfer, so it decodes beside the requests that run now.
         """
         alone = not load.reqs
         shared = plan.found.evictable if self._shares else 0
@@ -279,23 +275,23 @@ class ItlGate:
             self.untried = len(load.reqs) > SEED
             return not self.untried
         begin, end = load.steps(known.decode)
-        # No further than twice what has been seen: beyond that, the parts are a guess.
+        # Beyond twice the measured load the estimate is a guess.
         beyond = begin.requests > STRIDE * known.requests or begin.tokens > STRIDE * known.tokens
         self.untried = begin.requests > SEED and beyond
         if self.untried:
             return False
-        # Picoseconds that a step may take.
+        # The longest step allowed, picoseconds.
         most = self._target * known.milli_tokens // known.waits
         return begin.longest <= most and 10 * end.longest <= PEAK_TENTHS * most
 
     def _growth(self, req: Req) -> int:
-        """Tokens that a request is expected still to generate."""
+        """Tokens still expected of a request."""
         return self._figures([req])[0][2]
 
-    # ---- what is told ----
+    # ---- reports ----
 
     def tell_held(self, rid: str | None, waiting: Callable[[], int]) -> None:
-        """``rid`` is held back, if anybody is, and ``waiting`` requests in all with it."""
+        """Report the delayed request, None if there is none. waiting: number of requests that wait with it."""
         if rid is not None and rid != self._held:
             self.held_requests += 1
             if self._counters is not None:
@@ -305,7 +301,7 @@ class ItlGate:
             self._counters.itl_waiting(self.waiting)
 
     def state(self) -> dict[str, Any]:
-        """What ``kv_pool`` says: milliseconds, microseconds for a request and nanoseconds for a token."""
+        """For ``kv_pool``; units are in the names."""
         state = {
             "target_ms": self.target_ms,
             "step_ms": _ms(self.decode.seconds()),
@@ -317,7 +313,7 @@ class ItlGate:
 
 
 def _told(known: Estimate) -> dict[str, Any]:
-    """The part of `ItlGate.state` that all ranks go by."""
+    """The part of `ItlGate.state` that all ranks agree on."""
     parts = known.decode
     return {
         "fixed_ms": round(parts.fixed / 1e9, 3),
@@ -339,54 +335,47 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class StepLimit:
-    """The gate in one step of admission or resume."""
+    """The gate during one step of admission or resume."""
 
     def __init__(self, gate: ItlGate, live: LiveReqs):
         self._gate, self._load = gate, gate.load(live)
 
     def add(self, plan: AdmissionPlan, req: Req, at_once: bool) -> bool:
-        """Whether steps do not become too long with ``req``."""
         return self._gate.add(self._load, plan, req, at_once)
 
     def held_live(self) -> int | None:
-        """While nobody ends, steps only become longer; but those that are run may be what it needs."""
+        """None if the next steps may allow the refused load: it was untried. Otherwise a request has to end."""
         return None if self._gate.untried else len(self._load.reqs)
 
 
 class ItlHooks(DecodeHooks):
-    """The gate in the core's events."""
+    """Connects `ItlGate` to the core's events."""
 
     def __init__(self, gate: ItlGate):
         self.gate = gate
 
     @classmethod
     def of(cls, queue: Any) -> ItlHooks | None:
-        """Of a worker with a target. queue: of transfers, which knows the scheduler."""
-        # Their metrics are there in any case.
+        """None without a target. queue: the transfer queue."""
+        # The metrics exist without a target too.
         TargetMetrics.get(queue.scheduler.server_args)
         gate = ItlGate.of(queue.scheduler)
         return None if gate is None else cls(gate)
 
     def measured(self) -> Measured:
-        """What steps take."""
         return self.gate
 
     def note_step(self, batch: Any, result: Any) -> None:
-        """Its time is measured."""
         self.gate.note_step(batch, result)
 
     def idle(self) -> None:
-        """No step's time."""
         self.gate.idle()
 
     def state(self) -> dict[str, Any]:
-        """See `ItlGate.state`."""
         return {"itl": self.gate.state()}
 
     def limit(self, live: LiveReqs) -> StepLimit:
-        """The time of the steps that ``live`` requests are in."""
         return StepLimit(self.gate, live)
 
     def held(self, rid: str | None, waiting: Callable[[], int]) -> None:
-        """See `ItlGate.tell_held`."""
         self.gate.tell_held(rid, waiting)

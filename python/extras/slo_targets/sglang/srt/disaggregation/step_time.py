@@ -1,12 +1,11 @@
-"""How long a decode step takes, learned from the steps themselves.
+"""Predicts the time of a decode step from measured steps.
 
-A step's time is a fixed part, a part for each request and a part for each token of KV that it reads: what explains the
-medians of steps of a size, over many sizes. A pause is one sample of its size and changes no median. Where the samples
-leave two explanations, the one that charges a further request less is taken: the next steps put it to the test, where a
-bound that is too low would never be.
+Model: a fixed part, a part per request and a part per KV token read, fitted to the medians of many step sizes. Medians
+ignore pauses. If two fits explain the samples, the one with the lower cost per request is used: the next steps test
+it, but would never test a bound that is too low.
 
-What clients see is a mean, and steps that wait for others on the same cores or GPU have a long tail. So the parts are
-multiplied by what makes them the mean of the last steps.
+Clients see the mean, and steps that share cores or a GPU have a long tail. So the parts are scaled to the mean of
+recent steps.
 
 Upstream: none is known.
 """
@@ -23,40 +22,40 @@ import numpy as np
 
 __all__ = ["Estimate", "Parts", "StepTimes"]
 
-# Picoseconds in a second: ranks agree on whole numbers, and compute with nothing else.
+# Picoseconds per second: ranks agree on and compute with integers only.
 PS = 10**12
-# Samples of a size that are kept, how many make it count, and how many sizes there are at most.
+# Samples kept per size; samples needed for a size to count; sizes kept.
 KEPT, ENOUGH, MOST_SIZES = 9, 3, 128
-# Steps between two fits, but for the first ones.
+# Steps between two fits, after the first ones.
 REFIT = 16
-# The steps that the metrics are of; by how much the mean may differ from what the parts say.
+# Steps that the metrics cover; bound of the ratio of the mean to the fit.
 RECENT, MOST_DRIFT = 32, 2.0
-# The mean is that of as many steps as so many answers take, within bounds: who is admitted stays for an answer, and
-# steps that wait for others do so by the dozen. A step counts as at most so many times what is expected of it: a pause
-# of a second is not what the next requests will see.
+# The mean covers the steps of so many answers, within bounds: an admitted request stays for one answer, and slow steps
+# come by the dozen. A step counts at most so many times its prediction: a pause of a second says nothing about the
+# next requests.
 ANSWERS_SEEN, LEAST_SEEN, SEEN, MOST_SEEN = 4, 256, 1024, 12.0
-# What keeps parts that nothing is known of small.
+# Keeps undetermined parts small.
 RIDGE = 1e-3
 
 
 class Parts(NamedTuple):
-    """A step's time in its parts, picoseconds."""
+    """The parts of a step's time, picoseconds."""
 
     fixed: int
     per_request: int
     per_token: int
 
     def of(self, requests: int, tokens: int) -> int:
-        """Picoseconds of a step over so many requests that reads so many tokens of KV."""
+        """Predicted picoseconds of a step. tokens: KV tokens read."""
         return self.fixed + self.per_request * requests + self.per_token * tokens
 
 
 class Estimate(NamedTuple):
-    """What is known of decode steps, in whole numbers: on several ranks the first one's, which all of them go by.
+    """What is known of decode steps, in integers; rank 0's is used on all ranks.
 
-    milli_tokens: a request's tokens in a step, thousandths. answer: mean tokens of the last answers, 0 if none has
-    ended. requests, tokens: the most that steps have had. delay: steps from an admission until the request decodes.
-    waits: time between two tokens of a request over that of its step, thousandths: more where it waits for others'.
+    milli_tokens: per request and step, thousandths. answer: mean tokens of recent answers, 0 if none has ended.
+    requests, tokens: the largest measured step. delay: steps from admission to decode. waits: time between two tokens
+    of a request over its step time, thousandths; above 1000 if it waits for other steps.
     """
 
     decode: Parts
@@ -68,12 +67,11 @@ class Estimate(NamedTuple):
     waits: int = 1000
 
     def figures(self) -> list[int]:
-        """These as `WIDTH` numbers of 0 or more."""
         return [*self.decode, *self[1:]]
 
     @classmethod
     def of(cls, figures: list[int]) -> Estimate | None:
-        """What `figures` gave; None for zeros, which stand for no estimate."""
+        """The inverse of `figures`; None for zeros, which mean no estimate."""
         return cls(Parts(*figures[:3]), *figures[3:WIDTH]) if figures[3] else None
 
 
@@ -81,27 +79,27 @@ WIDTH = 9
 
 
 class StepTimes:
-    """Samples of steps, the parts that explain them, and their mean."""
+    """Samples of steps, the fitted parts, and the mean."""
 
     def __init__(self) -> None:
-        # The last samples of each size, as requests, tokens and seconds; the size that came last is the last.
+        # Recent samples by size: requests, tokens, seconds. The most recent size is last.
         self._sizes: OrderedDict[tuple[int, int], deque[tuple[int, int, float]]] = OrderedDict()
         self._count = 0
         self._fit: np.ndarray | None = None
         self._most = 0, 0
-        # Of the mean and of the last steps: sums in which older steps count less, and each for all of its requests. Of
-        # ones, requests, tokens, seconds, and seconds that the requests had waited before.
+        # Decaying sums for the mean (row 0) and the metrics (row 1), weighted by requests. Columns: steps, requests,
+        # tokens, seconds, seconds waited before.
         self._seen = np.zeros((2, 5))
         self._forget = np.array([[2 / LEAST_SEEN], [2 / RECENT]])
 
     def expect(self, steps: int) -> None:
-        """Answers take so many ``steps``."""
+        """Set the number of steps per answer."""
         self._forget[0] = 2 / min(SEEN, max(LEAST_SEEN, ANSWERS_SEEN * steps))
 
     def note(self, requests: int, tokens: int, seconds: float, waited: float = 0.0) -> None:
-        """A step over ``requests`` that read ``tokens`` of KV took ``seconds``. Cost: the same for any number.
+        """Note a step that read ``tokens`` KV tokens. Cost: constant.
 
-        waited: seconds of other steps, for which its requests had waited before.
+        waited: seconds in other steps for which its requests had waited before.
         """
         if requests <= 0 or not 0 < seconds < math.inf:
             return
@@ -116,40 +114,40 @@ class StepTimes:
         if self._fit is None:
             return
         if self._count == RECENT:
-            # The first steps of a worker may take seconds, and are no mean of others.
+            # A worker's first steps may take seconds.
             self._seen[:] = 0
         most = MOST_SEEN * float(self._fit @ (1, requests, tokens))
         seen = np.array([1, requests, tokens, min(seconds, most), min(waited, most)])
         self._seen += requests * seen - self._forget * self._seen
 
     def parts(self) -> Parts | None:
-        """The parts of a step's time, whose mean is that of the last steps; None while too little is known."""
+        """The parts, scaled to the mean of recent steps; None before the first fit."""
         if self._fit is None:
             return None
         fixed, per_request, per_token = (PS * self._drift() * self._fit).tolist()
         return Parts(round(fixed), round(per_request), round(per_token))
 
     def most(self) -> tuple[int, int]:
-        """The most requests and tokens of a step, where as many steps of its size have been seen as count."""
+        """The largest requests and tokens of a size with enough samples."""
         return self._most
 
     def waits(self) -> float:
-        """Seconds between two tokens of a request for each second of its own steps: 1 or more, at most `MOST_DRIFT`."""
+        """Time between two tokens of a request over its own step time: 1 to `MOST_DRIFT`."""
         own, waited = self._seen[0, 3:].tolist()
         return min(MOST_DRIFT, 1 + waited / own) if own else 1.0
 
     def seconds(self) -> float | None:
-        """The mean of the last steps with what was waited for; None while too little is known."""
+        """Mean of recent steps, waits included; None before the first fit."""
         count, *_, own, waited = self._seen[1].tolist()
         return (own + waited) / count if count else None
 
     def seconds_explained(self) -> float | None:
-        """What the parts, and how long is waited besides, make of the same steps."""
+        """The prediction for the same steps as `seconds`."""
         seen = self._seen[1]
         return None if self._fit is None else float(self._fit @ seen[:3] / seen[0]) * self._drift() * self.waits()
 
     def _drift(self) -> float:
-        """By what the last steps have taken longer than the parts say."""
+        """Ratio of recent steps to the fit."""
         assert self._fit is not None
         if self._count < 2 * RECENT:
             return 1.0
@@ -157,7 +155,7 @@ class StepTimes:
         return min(MOST_DRIFT, max(1 / MOST_DRIFT, float(self._seen[0, 3]) / explained))
 
     def _explain(self) -> None:
-        """Find the three parts, none below 0, by least squares of relative errors."""
+        """Fit the three parts: non-negative least squares of relative errors."""
         from scipy.optimize import nnls
 
         sizes = [size for size in self._sizes.values() if len(size) >= ENOUGH]
@@ -174,11 +172,11 @@ class StepTimes:
 
 
 def _level(number: int) -> int:
-    """Numbers within a factor of about 1.4 have one level."""
+    """A size class: numbers within a factor of about 1.4."""
     return round(2 * math.log2(number)) if number > 0 else -1
 
 
 def mean_of(numbers: Iterable[int]) -> int:
-    """The mean, rounded up; 0 of none."""
+    """The mean, rounded up; 0 if empty."""
     listed = list(numbers)
     return -(-sum(listed) // len(listed)) if listed else 0

@@ -1,9 +1,8 @@
-"""Which of the requests that wait on a decode worker can have their first token in time, and who goes first then.
+"""Orders requests that wait on a decode worker by whether they can still meet the TTFT target.
 
-A worker that is asked for more than it can do has a queue. In the order of arrival all in it are as late as each other,
-and soon nobody is in time. With a target for TTFT, who is late already lets those pass that are not, but for every
-`EVERY`-th admission. Among the late ones, as among the others, the order is that of admission with its bound, so each
-of them moves up and none waits for ever.
+Under overload, first come, first served makes every request late. With a TTFT target, requests that are late already
+go behind the others, except for every `EVERY`-th admission. Within each group the order of admission and its bound
+apply, so no request waits for ever.
 
 Upstream: none is known.
 """
@@ -27,37 +26,35 @@ if TYPE_CHECKING:
 
 __all__ = ["LATE_INTERVAL", "LateLines", "TtftHooks", "TtftTarget", "late_by_turns"]
 
-# Of so many admissions while somebody is late, one is of those that are.
+# While requests are late, one admission in so many goes to a late one.
 EVERY = 4
-# Between its admission and its first token a request is taken to take no longer than this part of the last ones did:
-# more where many prompts are long would make all late, and less would admit most of them just too late.
+# Expected time from admission to first token: this quantile of so many recent requests. A higher one makes all late if
+# many prompts are long; a lower one admits most just too late.
 RECENT, PART = 64, 0.75
-# Steps of a blocked queue between two looks at it: what goes next may have become late meanwhile, and another, which
-# fits, is not.
+# Steps of a blocked queue between two looks: the next request may become late, and a later one may fit.
 LATE_INTERVAL = 4
-# Priorities of which is kept whose turn it is; clients choose them.
+# Bound of the priorities in `_since_late`; clients choose them.
 PRIORITIES = 4096
 
 
 class TtftTarget:
-    """The target of one rank, and until which arrival those that wait are late.
+    """The TTFT target of one rank, and the first arrival that is not late.
 
-    It is one of what ranks agree on (`Ranks.agree`): the first one's clock decides, as the number of the first arrival
-    that is not late.
+    Part of the reduction over ranks (`Ranks.agree`): rank 0's clock decides.
     """
 
     width = 1
 
     def __init__(self, target_s: float, counters: TargetMetrics | None = None):
         self.target_s, self._counters = target_s, counters
-        # Those that wait and are not late by this rank's clock: when they came, by their numbers, which rise.
+        # Arrival times of waiting requests that are not late by this rank's clock, by ascending arrival number.
         self._in_time: OrderedDict[int, float] = OrderedDict()
         self._first_in_time = 0
         self._took: deque[float] = deque(maxlen=RECENT)
         self._takes_s = 0.0
-        # What all ranks go by: arrivals below are late, in this step and from the next one on.
+        # Arrivals below are late: in this step, and from the next step on.
         self.late_before = self._agreed = 0
-        # Of each priority, admissions since the last of a request that was late, while any is.
+        # By priority: admissions since the last late one, while any is late.
         self._since_late: dict[int, int] = {}
         self.late_requests = 0
         # Whether there is one rank: its figures apply to the order of their own step.
@@ -65,22 +62,22 @@ class TtftTarget:
 
     @classmethod
     def of(cls, server_args: Any) -> TtftTarget | None:
-        """Of the options of a decode worker; None where they have no target."""
+        """None without a target."""
         given = server_args.disaggregation_decode_ttft_target
         return None if given is None else cls(ttft_option(given).target_ms / 1000, TargetMetrics.get(server_args))
 
-    # ---- what happens ----
+    # ---- events ----
 
     def joined(self, arrival: int) -> None:
-        """A request came, as number ``arrival``."""
+        """A request is queued. arrival: its number."""
         self._in_time[arrival] = time.monotonic()
 
     def is_late(self, arrival: int) -> bool:
-        """Whether the first token of a request that waits cannot come in time any more."""
+        """Whether a waiting request can no longer meet the target."""
         return arrival < self.late_before
 
     def since_late(self, priority: int) -> int:
-        """Admissions of requests of that priority since the last one of a late one, at most `EVERY`."""
+        """Admissions of that priority since the last late one, at most `EVERY`."""
         return self._since_late.get(priority, 0)
 
     def admitted(self, arrival: int, priority: int) -> None:
@@ -97,15 +94,15 @@ class TtftTarget:
             self._counters.ttft_late()
 
     def left(self, arrival: int) -> None:
-        """A request waits no longer, whether it was admitted or not."""
+        """A request left the queue, admitted or not."""
         self._in_time.pop(arrival, None)
 
     def arrived(self, seconds: float) -> None:
-        """The first token of a request came so many seconds after its admission."""
+        """A first token arrived. seconds: since admission."""
         self._took.append(seconds)
         self._takes_s = sorted(self._took)[int(PART * (len(self._took) - 1))]
 
-    # ---- what ranks agree on ----
+    # ---- agreement of ranks ----
 
     def own(self) -> list[int]:
         """The first arrival that is not late by this rank's clock."""
@@ -116,23 +113,23 @@ class TtftTarget:
         return [self._first_in_time]
 
     def take(self, figures: list[int]) -> None:
-        """This is what all ranks go by from the next step on: the order of this one may have been made."""
+        """Take the agreed figure. It applies from the next step: this step's order may exist already."""
         (self._agreed,) = figures
         if self.alone:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """A step begins, or its order is still to be made."""
+        """Apply the agreed figure; called before the step's order is made."""
         self.late_before = self._agreed
 
     def nobody_is_late(self) -> None:
-        """Of those that wait: the first that will be waits for its turn."""
+        """No waiting request is late: the count restarts with the next late one."""
         self._since_late.clear()
 
-    # ---- what is told ----
+    # ---- reports ----
 
     def state(self, late: int) -> dict[str, Any]:
-        """What ``kv_pool`` says, milliseconds. late: how many wait that are."""
+        """For ``kv_pool``; times in milliseconds. late: number of late requests in the queue."""
         return {
             "target_ms": 1000 * self.target_s,
             "takes_ms": round(1000 * self._takes_s, 1),
@@ -144,10 +141,10 @@ class TtftTarget:
 def late_by_turns(
     in_time: Iterable[int], late: Sequence[int], since_late: int, follows: Callable[[int], bool]
 ) -> list[int]:
-    """``in_time`` and then ``late``, of which one comes in every `EVERY`-th place.
+    """``in_time``, then ``late``, except that every `EVERY`-th place goes to a late request.
 
-    since_late: admissions since the last one of a late request. follows: whether one waits for the transfer of another:
-    it takes no place, and what is kept for it meanwhile is not taken from those in time if it is late.
+    since_late: admissions since the last late one. follows: whether a request waits for another's transfer. Such a
+    request takes no place; if it is late, memory kept for it is not taken from requests in time.
     """
     order: list[int] = []
     going = deque([one for one in late if not follows(one)])
@@ -162,13 +159,12 @@ def late_by_turns(
 
 
 class LateLines:
-    """Those that can be in time in the first line, and who is late in the second."""
+    """Two lines: requests in time, then late ones."""
 
     def __init__(self, target: TtftTarget):
         self._target = target
 
     def begin_step(self, first: QueueEntry | None) -> None:
-        """What has been agreed on counts from now on."""
         self._target.begin_step()
         if first is None or not self.is_second(first):
             self._target.nobody_is_late()
@@ -178,19 +174,19 @@ class LateLines:
         return self._target.is_late(entry.arrival)
 
     def split(self, entries: Sequence[QueueEntry]) -> tuple[Sequence[QueueEntry], Sequence[QueueEntry]]:
-        """Those in time, and those that are late."""
+        """Requests in time, and late ones."""
         in_time, late = ([entry for entry in entries if self.is_second(entry) is which] for which in (False, True))
         return in_time, late
 
     def looked_at(
         self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
     ) -> list[DecodeRequest]:
-        """Those in time first."""
+        """Requests in time first."""
         first_in_time = bisect_left(ready, self._target.late_before, key=lambda dr: entry_of(dr).arrival)
         return [*ready[first_in_time:], *ready[:first_in_time]]
 
     def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
-        """Of each priority as `late_by_turns`."""
+        """Applies `late_by_turns` within each priority."""
         late = {i for i in order if self.is_second(entries[i])}
         if not late:
             return order
@@ -207,14 +203,14 @@ class LateLines:
 
 
 class TtftHooks(DecodeHooks):
-    """The target in the core's events. queue: of transfers, which knows the scheduler."""
+    """Connects `TtftTarget` to the core's events. queue: the transfer queue."""
 
     def __init__(self, target: TtftTarget, queue: Any):
         self.target, self._queue = target, queue
 
     @classmethod
     def of(cls, queue: Any) -> TtftHooks | None:
-        """Of a worker with a target."""
+        """None without a target."""
         queue.ttft_target = target = TtftTarget.of(queue.scheduler.server_args)
         if target is None:
             return None
@@ -222,27 +218,21 @@ class TtftHooks(DecodeHooks):
         return cls(target, queue)
 
     def measured(self) -> Measured:
-        """Who is late by the first rank's clock."""
         return self.target
 
     def entered(self, entry: QueueEntry) -> None:
-        """It is in time."""
         self.target.joined(entry.arrival)
 
     def admitted(self, entry: QueueEntry) -> None:
-        """In time, or late."""
         self.target.admitted(entry.arrival, entry.priority)
 
     def left(self, entry: QueueEntry) -> None:
-        """Its time does not count."""
         self.target.left(entry.arrival)
 
     def arrived(self, entry: QueueEntry, seconds: float) -> None:
-        """Or does."""
         self.target.arrived(seconds)
 
     def state(self) -> dict[str, Any]:
-        """See `TtftTarget.state`."""
         queue = self._queue.scheduler.disagg_decode_prealloc_queue.queue
         late = [self.target.is_late(dr.entry.arrival) for dr in queue if dr.entry is not None]
         return {"ttft": self.target.state(sum(late))}

@@ -1,6 +1,6 @@
-"""The HTTP answer to a request that the scheduler refuses: status 503 with ``Retry-After``, streamed or not.
+"""The HTTP answer to a request that the scheduler refuses: 503 with ``Retry-After``, streamed or not.
 
-The engine sends the head of a stream, with status 200, before it knows of a first token, and its errors have no header.
+The engine sends a stream's head with status 200 before the first token, and its errors have no such header.
 
 Upstream: none is known.
 """
@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.openai.protocol import ErrorResponse
 
 __all__ = ["KEY", "RefusedAnswer", "RefusedAnswers"]
 
-# Of the answer, in the scope of its request.
+# Key of the answer in the request's ASGI scope.
 KEY = "sglang_pd_radix.refused_answer"
 
 Message = MutableMapping[str, Any]
@@ -24,7 +24,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RefusedAnswer:
-    """Sends the messages of one answer. Its head waits for the first part of its body."""
+    """Sends the messages of one answer; the head is held until the first part of the body."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -33,11 +33,11 @@ class RefusedAnswer:
         self._replaced = False
 
     def refuse(self, finish: dict[str, Any]) -> None:
-        """The scheduler has refused the request. finish: its finish reason."""
+        """Note a refusal. finish: the request's finish reason."""
         self._finish = finish
 
     async def send(self, message: Message) -> None:
-        """Send the engine's next message, or 503 instead of a stream that has not begun."""
+        """Send the engine's next message, or 503 instead of a stream that has not started."""
         if message["type"] == "http.response.start":
             self._head = message
             return
@@ -52,7 +52,7 @@ class RefusedAnswer:
         await self._send(message)
 
     def _refusal(self, finish: dict[str, Any], head: Message, body: Message) -> tuple[Message, Message]:
-        """Head and body of the answer; the engine's body if it is an error."""
+        """Head and body of the refusal; the engine's body if that is an error already."""
         headers = [(b"retry-after", str(finish["retry_after"]).encode())]
         if head["status"] >= 400:
             return {**head, "headers": [*head["headers"], *headers]}, body
@@ -64,13 +64,12 @@ class RefusedAnswer:
 
 
 class RefusedAnswers:
-    """An ASGI application in front of the HTTP server's routes: each request's scope has its `RefusedAnswer`."""
+    """ASGI middleware in front of the HTTP server's routes: puts a `RefusedAnswer` into each request's scope."""
 
     def __init__(self, app: App):
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Let it through."""
         if scope["type"] == "http":
             scope[KEY] = RefusedAnswer(send)
             send = scope[KEY].send

@@ -1,4 +1,4 @@
-"""Answers clients of requests that are refused for the TTFT target.
+"""Passes refusals for the TTFT target to the HTTP server.
 
 Upstream: none is known.
 """
@@ -19,12 +19,12 @@ __all__ = ["TokenizerManager"]
 
 
 class TokenizerManager(engine.TokenizerManager):
-    """Has the HTTP server answer 503 with ``Retry-After``, if this worker refuses requests."""
+    """With ``refuse``: has the HTTP server answer 503 with ``Retry-After``."""
 
     refuses = False
 
     def init_disaggregation(self) -> None:
-        """Adds `RefusedAnswers` to the HTTP server of this process, if it has one."""
+        """Adds `RefusedAnswers` to this process's HTTP server, if any."""
         super().init_disaggregation()
         if self.disaggregation_mode != DisaggregationMode.DECODE:
             return
@@ -32,18 +32,18 @@ class TokenizerManager(engine.TokenizerManager):
         self.refuses = given is not None and ttft_option(given).refuses
         server: Any = sys.modules.get("sglang.srt.entrypoints.http_server")
         if self.refuses and server is not None:
-            # Behind the authentication and compression of the whole application.
+            # Inside the application's authentication and compression.
             router = server.app.router
             router.middleware_stack = RefusedAnswers(router.middleware_stack)
 
     def _wait_one_response(self, obj, state, request=None):
-        """Adds that the HTTP server learns of a refusal before the client is sent anything."""
+        """Reports a refusal to the HTTP server before the first output."""
         outputs = super()._wait_one_response(obj, state, request)
         answer = getattr(request, "scope", {}).get(KEY) if self.refuses else None
         return outputs if answer is None else _told(outputs, state, answer)
 
     def _handle_batch_output(self, recv_obj) -> None:
-        """Adds a note of refusals, which have a finish reason of their own."""
+        """Notes refusals: their finish reason has ``retry_after``."""
         for rid, finish in zip(recv_obj.rids, recv_obj.finished_reasons, strict=False) if self.refuses else ():
             if finish and "retry_after" in finish and (state := self.rid_to_state.get(rid)) is not None:
                 state.refused = finish
@@ -51,7 +51,7 @@ class TokenizerManager(engine.TokenizerManager):
 
 
 async def _told(outputs: AsyncIterator[Any], state: Any, answer: RefusedAnswer) -> AsyncIterator[Any]:
-    """The ``outputs`` of a request; before the first, ``answer`` is told of a refusal."""
+    """Yields ``outputs``; before the first, passes a refusal to ``answer``."""
 
     def tell() -> None:
         if (finish := getattr(state, "refused", None)) is not None:

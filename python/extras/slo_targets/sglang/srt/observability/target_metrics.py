@@ -23,7 +23,7 @@ class TargetMetrics:
 
     @classmethod
     def get(cls, server_args: ServerArgs) -> TargetMetrics:
-        """Those of this process, beside its counters."""
+        """One instance per set of events of this process."""
         events = events_of(server_args)
         if events not in cls._made:
             cls._made[events] = cls(events)

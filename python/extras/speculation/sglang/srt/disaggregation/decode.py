@@ -1,4 +1,4 @@
-"""A decode worker that speculates: what a draft takes of memory, and what it starts from.
+"""A decode worker with speculative decoding: memory for drafts, and the state the first draft starts from.
 
 Upstream: none is known.
 """
@@ -16,10 +16,10 @@ DecodeRadixCache.reader_type = PairReader
 
 
 class DecodePreallocQueue(engine.DecodePreallocQueue):
-    """Admission that counts what is drafted."""
+    """Counts drafts in admission."""
 
     def __init__(self, *args, **kwargs):
-        """What a retracted request must save and restore too."""
+        """Names the draft's KV pool, which retraction has to save too."""
         super().__init__(*args, **kwargs)
         self.token_to_kv_pool_allocator.draft_kv_pool = self.draft_token_to_kv_pool
 
@@ -32,13 +32,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
 
 class DecodeTransferQueue(engine.DecodeTransferQueue):
-    """Transfers that bring what the first draft starts from."""
+    """Keeps the state the first draft starts from."""
 
     def _commit_transfer_to_req(self, decode_req: engine.DecodeRequest) -> bool:
-        """Copies that: the engine gives the request views of the metadata buffer.
+        """Copies the draft's state: the engine keeps views of the metadata buffer.
 
-        They are read when the prebuilt batch is made, which may wait for a place to run, and the buffer goes to the
-        next transfer before that.
+        The prebuilt batch reads them, maybe after the buffer has gone to the next transfer.
         """
         done = super()._commit_transfer_to_req(decode_req)
         req = decode_req.req

@@ -1,4 +1,4 @@
-"""What of the KV pool drafts take.
+"""KV memory that drafts take.
 
 Upstream: none is known.
 """
@@ -17,10 +17,10 @@ __all__ = ["DraftLengths", "DraftSlots"]
 
 
 class DraftSlots(NamedTuple):
-    """What a request takes beyond its tokens where steps draft. Tokens; nothing without speculation.
+    """Tokens that a request takes for drafts; zeros without speculation.
 
-    held: allocated ahead of what is committed. free: what must be free beside that before each step of a request,
-    whole pages; where all others have been retracted and it is not, the engine ends the request.
+    held: allocated beyond the committed tokens. free: free tokens beside that before each step, whole pages; the engine
+    ends a request for lack of these once all others have been retracted.
     """
 
     held: int = 0
@@ -28,31 +28,31 @@ class DraftSlots(NamedTuple):
 
     @classmethod
     def of(cls, scheduler: Any) -> DraftSlots:
-        """Of a decode worker, by the engine's own figures."""
+        """By the engine's own figures for a decode worker."""
         algorithm, allocator = scheduler.spec_algorithm, scheduler.token_to_kv_pool_allocator
         if algorithm.is_none():
             return cls()
-        # Of its requests it looks at the number.
+        # The engine reads the number of its requests only.
         step = ScheduleBatch(
             [None],
             token_to_kv_pool_allocator=allocator,
             enable_overlap=scheduler.enable_overlap,
             spec_algorithm=algorithm,
         )
-        # An overlapped step has slots allocated for the one after it, too; any other gives back what it did not commit.
+        # An overlapped step also allocates for the next one; others release what they did not commit.
         held = 2 * get_alloc_len_per_decode(scheduler.server_args) if step.is_spec_v2 else 0
         return cls(held, step.new_tokens_required_next_decode())
 
 
 @dataclass(frozen=True)
 class DraftLengths(Lengths):
-    """What requests that draft come to. pool_size: what there is in all."""
+    """Memory of requests that draft. pool_size: of the whole pool, tokens."""
 
     pool_size: int
     drafts: DraftSlots
 
     def at_end(self, num_tokens: int, left: int) -> int:
-        """Adds drafts, as far as the pool goes: a request that could just so fit without must not wait for ever."""
+        """Adds drafts, up to the pool's size: a request that just fits without them must not wait for ever."""
         page, (held, free) = self.page_size, self.drafts
         drafting = pages(num_tokens + min(left, self.most_new_tokens) + held, page) * page + free
         return max(super().at_end(num_tokens, left), min(drafting, self.pool_size // page * page))

@@ -1,4 +1,4 @@
-"""What a retracted request that speculates takes along, and where its steps write.
+"""Retraction with draft KV, and the slots that speculative steps write to.
 
 Upstream: sgl-project/sglang#34801 (merged) saves drafts at a retraction, with a hierarchical cache.
 """
@@ -17,11 +17,11 @@ __all__ = ["Req", "ScheduleBatch"]
 class Req(engine.Req):
     """A request whose draft's KV is saved with its own."""
 
-    # While it is retracted, as the pool's get_cpu_copy returns it.
+    # While it is retracted; from the pool's `get_cpu_copy`.
     draft_kv_cache_cpu: list | None = None
 
     def offload_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds the draft model's KV."""
+        """Adds the draft's KV."""
         super().offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
         draft_pool = getattr(token_to_kv_pool_allocator, "draft_kv_pool", None)
         if draft_pool is not None:
@@ -29,17 +29,17 @@ class Req(engine.Req):
             self.draft_kv_cache_cpu = draft_pool.get_cpu_copy(table)
 
     def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator) -> None:
-        """Adds the draft model's KV."""
+        """Adds the draft's KV."""
         super().load_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)
         self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, 0)
 
     def restore_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator, start: int) -> None:
-        """Adds the draft model's KV."""
+        """Adds the draft's KV."""
         super().restore_kv_cache(req_to_token_pool, token_to_kv_pool_allocator, start)
         self._load_draft_kv(req_to_token_pool, token_to_kv_pool_allocator, start)
 
     def forget_saved_kv(self) -> None:
-        """Adds the draft model's KV."""
+        """Adds the draft's KV."""
         super().forget_saved_kv()
         self.draft_kv_cache_cpu = None
 
@@ -53,14 +53,14 @@ class Req(engine.Req):
 
 
 class ScheduleBatch(engine.ScheduleBatch):
-    """A batch that lets a retracted request keep what its next draft starts from."""
+    """Keeps the draft state of retracted requests."""
 
-    # Where overlapped steps of speculation leave that; set with a decode worker's first batch.
+    # Draft state of overlapped steps; set with a decode worker's first batch.
     future_map: ClassVar[Any] = None
 
     def slots_written(self, at: list[int]) -> np.ndarray:
-        """A speculating step finds its slots in the row, from what was committed when it was launched up to what is
-        allocated. Neither figure has changed: the result that ends a request is that of the step before."""
+        """From the committed tokens to the allocated ones. Both figures are those of the launch: an ending request's
+        result is that of the step before."""
         if self.spec_algorithm.is_none():
             return super().slots_written(at)
         table, parts = self.req_to_token_pool.req_to_token, []
@@ -69,14 +69,14 @@ class ScheduleBatch(engine.ScheduleBatch):
         return torch.cat(parts).long().cpu().numpy()
 
     def process_prebuilt(self, server_args, future_map) -> None:
-        """The batch knows where overlapped steps leave what the next draft starts from; resumes keep what they had."""
+        """Notes where overlapped steps keep draft states; resumed requests keep theirs."""
         ScheduleBatch.future_map = future_map
         super().process_prebuilt(server_args, future_map)
 
     def release_req(self, idx: int, remaing_req_count: int, server_args) -> None:
-        """The request takes its draft's state along.
+        """Saves the request's draft state.
 
-        The engine has it resume with what prefill sent with its first token: fewer of its drafts are accepted.
+        In the engine it resumes with the state that prefill sent, and fewer drafts are accepted.
         """
         drafts = self.spec_algorithm.is_eagle() and not server_args.enable_multi_layer_eagle
         if server_args.disaggregation_mode == "decode" and drafts:

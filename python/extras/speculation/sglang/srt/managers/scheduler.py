@@ -1,4 +1,4 @@
-"""Steps of a decode worker that speculates.
+"""Steps of a decode worker with speculative decoding.
 
 Upstream: none is known.
 """
@@ -14,7 +14,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(engine.Scheduler):
-    """Keeps the draft's KV as right as the target's."""
+    """Keeps the draft's KV correct."""
 
     def init_cache_with_memory_pool(self) -> None:
         """Refuses a draft that is not verified with the decode tree. Raises ValueError."""
@@ -25,19 +25,19 @@ class Scheduler(engine.Scheduler):
             draft_support.check_draft(args, target.model_config, draft.model_config)
 
     def draft_runner(self):
-        """The model runner of the draft, None without."""
+        """The draft's model runner, if any."""
         worker = self.draft_worker
         if worker is None:
             return None
         return worker.draft_worker.draft_runner if self.enable_overlap else worker.model_runner
 
     def process_batch_result(self, batch, result) -> None:
-        """What the draft model has not seen of a request that ends stays out of the tree."""
+        """Keeps tokens without draft KV out of the tree."""
         if isinstance(self.tree_cache, DecodeRadixCache):
             undrafted_kv.keep_undrafted_out(batch, result)
         super().process_batch_result(batch, result)
 
     def is_final(self, batch) -> bool:
-        """Of overlapped speculation the engine drops the result of a step in flight, and has a retracted request draft
-        once more from where that step began, of which nothing is left."""
+        """With overlap the engine drops the in-flight result of a retracted request and drafts again from that step's
+        start, whose state has not been kept."""
         return batch.is_spec_v2 or super().is_final(batch)

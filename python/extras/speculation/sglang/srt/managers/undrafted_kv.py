@@ -1,4 +1,4 @@
-"""KV of an answer that the draft model has not seen.
+"""Keeps KV that the draft model has not computed out of the tree.
 
 Upstream: none is known.
 """
@@ -11,14 +11,14 @@ __all__ = ["keep_undrafted_out"]
 
 
 def keep_undrafted_out(batch: Any, result: Any) -> None:
-    """Keep what the draft model has no KV for out of the tree.
+    """Exclude tokens without draft KV from the tree.
 
-    Without overlap, a step of speculation ends with the draft model taking in what was accepted, but only of requests
-    that go on: of those that end with it, the slots of that step hold another draft's KV.
+    Without overlap, the draft model computes a step's accepted tokens at the step's end, except for requests that end:
+    their slots hold KV of rejected drafts.
     """
     if batch.spec_algorithm.is_none() or batch.is_spec_v2:
         return
     for req, accepted in zip(batch.reqs, result.accept_length_per_req_cpu or (), strict=False):
         if req.finished():
-            # What is allocated beyond is given back.
+            # Tokens beyond that are freed.
             req.kv_committed_len -= accepted + 1

@@ -1,4 +1,4 @@
-"""What is refused with drafts and decode's tree, as rows of `cache_support.py` from when this is imported.
+"""Speculation refused with decode's tree, added to `cache_support.py` on import.
 
 Upstream: none: it names what has been verified here. EAGLE was in sgl-project/sglang#39150 (closed).
 """
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_draft"]
 
-# Speculative algorithms whose drafts' KV the tree is known to keep right.
+# Speculative algorithms verified with the tree.
 ALGORITHMS = ("EAGLE", "EAGLE3")
-# Architectures of which the same is known for a draft that is part of the model (MTP).
+# Models whose own draft (MTP) is verified.
 OWN_DRAFTS = ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
@@ -32,7 +32,7 @@ def _has_draft_apart(args: ServerArgs) -> bool:
 
 
 def _has_unknown_own_draft(args: ServerArgs) -> bool:
-    """Whether the draft is a part of the model, and not of one that has been tried."""
+    """Whether the draft is part of a model that is not verified."""
     if args.enable_multi_layer_eagle:
         return True
     if _has_draft_apart(args):
@@ -75,12 +75,11 @@ for kind in kinds_with("linear attention"):
 
 
 def check_draft(args: ServerArgs, target: ModelConfig, draft: ModelConfig) -> None:
-    """Raise ValueError for a draft that is not verified with the flag, by what it is and not where it lies.
+    """Raise ValueError for a draft that is not verified, judged by its configuration, not its path.
 
-    That is a part of a model (MTP) whose path is another, which the options do not tell from a draft by itself; and
-    one narrower or wider than its target. EAGLE3 allows the latter. But where all requests end in one step, the engine
-    leaves hidden states of the target's size, and ends the worker when those of the next request, of the draft's, are
-    put beside them.
+    Refused are a draft that is part of a model (MTP) given by its own path, and one with another hidden size than the
+    target. EAGLE3 allows the latter. But after a step that ends all requests the engine keeps hidden states of the
+    target's size, and the worker ends when it concatenates the next request's, of the draft's size.
     """
     way_out = "Take another draft, or start this decode worker without the flag."
     architecture = draft.hf_config.architectures[0]

@@ -1,6 +1,6 @@
-"""Keys of a tree with EAGLE: each token is a pair with the one after it, on which a draft's KV of it depends too.
+"""Keys of a tree with EAGLE: each token is paired with the next, on which its draft KV depends.
 
-So of a prompt all tokens but the last can be matched.
+So all tokens of a prompt but the last can match.
 
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
@@ -21,9 +21,9 @@ __all__ = ["PairReader", "Pairs"]
 
 
 class Pairs(Sequence[tuple[Any, Any]]):
-    """Each token of a prompt but the last with the one after it, made where it is asked for.
+    """Pairs of each token with the next, made on access.
 
-    A tuple for each is several times the prompt, and takes longer to make than to compare.
+    A tuple per token takes several times the prompt's memory, and longer to make than to compare.
     """
 
     __slots__ = ("tokens",)
@@ -33,7 +33,7 @@ class Pairs(Sequence[tuple[Any, Any]]):
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Any, Any]]) -> Pairs:
-        """These pairs, one or more, of which each begins with what the one before it ends with: as of a node's key."""
+        """From overlapping pairs, at least one, as a node's key has them."""
         return cls([*(first for first, _ in pairs), pairs[-1][1]])
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Pairs(Sequence[tuple[Any, Any]]):
 
 
 class PairReader(PrefixReader):
-    """Reads a tree that knows tokens by pairs, or one that does not."""
+    """Reads a tree whose keys may be pairs."""
 
     @property
     def unknown(self) -> int:  # type: ignore[override]
@@ -67,7 +67,7 @@ class PairReader(PrefixReader):
         return Pairs(token_ids)
 
     def keys_in(self, node: TreeNode) -> Sequence[Any]:
-        # Once: each prompt would make tuples of its own to be compared with the node's.
+        # Made once: otherwise each prompt compared with the node would make its own tuples.
         return Pairs.of(node.key.token_ids) if self._tree.is_eagle else node.key.token_ids
 
     def whole_pages(self, token_ids: list[Any], extra_key: str | None) -> RadixKey:
@@ -76,12 +76,12 @@ class PairReader(PrefixReader):
         return RadixKey(page_align_keys(convert_to_bigram_key(token_ids), self._tree.page_size), extra_key, True)
 
     def tell_tokens(self, events: Iterable[Any]) -> None:
-        # No event can tell of pairs.
+        # KV events have token ids, not pairs.
         for event in events if self._tree.is_eagle else ():
             event.token_ids = [pair[0] for pair in event.token_ids]
 
     def same(self, a: Sequence[Any], b: Sequence[Any], first: int, last: int, start: int) -> bool:
         if isinstance(a, Pairs) and isinstance(b, Pairs):
-            # Pairs are equal where their tokens are, and the one after the last.
+            # Pairs are equal if their tokens and the next one are.
             a, b, last = a.tokens, b.tokens, last + 1
         return super().same(a, b, first, last, start)

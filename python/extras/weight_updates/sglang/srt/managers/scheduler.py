@@ -1,4 +1,4 @@
-"""Does in each turn of the loop what waits for the last request.
+"""Runs postponed weight updates in the event loop.
 
 Upstream: none is known.
 """
@@ -14,11 +14,11 @@ class Scheduler(engine.Scheduler):
     """Scheduler whose weight updates wait until no request is left."""
 
     def process_input_requests(self, recv_reqs) -> None:
-        """Adds, once per turn of every event loop, weight updates that have waited."""
+        """Adds, once per turn of every event loop, postponed weight updates."""
         super().process_input_requests(recv_reqs)
         self.update_if_idle(recv_reqs)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Does not sleep while an update waits for a rank that is not idle."""
+        """Does not sleep while an update is postponed."""
         if not self.postponed_updates:
             super().maybe_sleep_on_idle()

@@ -1,9 +1,9 @@
-"""Weight updates of a prefill or decode worker: they flush, and the engine ends where a flush is refused.
+"""Postpones weight updates of a prefill or decode worker until no request is left.
 
-The tokenizer manager sends an update when all clients have been answered or have left. What they left may still be
-here: an aborted request whose transfer has not ended, a step in flight. And while the engine is paused it waits for
-nobody, and the loops of prefill and decode do not pause. So an update waits here until no request is left. Nothing new
-comes meanwhile: the tokenizer manager keeps it back.
+An update flushes, and the engine ends if a flush is refused. The tokenizer manager sends an update when all clients
+have been answered or have disconnected. But their requests may still be here: an aborted one in transfer, a step in
+flight. While the engine is paused it does not wait for any, and the loops of prefill and decode do not pause. So an
+update waits here. The tokenizer manager sends no new requests meanwhile.
 
 Upstream: none is known that waits; sgl-project/sglang#25372 (merged) retracts requests of a pair before an update.
 """
@@ -28,9 +28,9 @@ __all__ = ["SchedulerUpdateWeightsMixin"]
 
 @dataclasses.dataclass(frozen=True)
 class Postponed:
-    """What waits until no request is left: what does it, and for which message.
+    """A postponed update and its message.
 
-    memory: whether it takes the memory away, also from requests that have not begun and pages in quarantine.
+    memory: whether it releases memory, also that of requests that have not begun, and pages in quarantine.
     """
 
     update: Callable[[Any], Any]
@@ -41,61 +41,60 @@ class Postponed:
 
 @dataclasses.dataclass
 class StageVote:
-    """Whether all pipeline stages were idle in one turn of their loops, which they learn some turns later.
+    """Whether all pipeline stages were idle in one turn of their loops; known some turns later.
 
-    A stage is given the messages of a turn when the one before it has ended its own, so it cannot be waited for within
-    that turn.
+    A stage gets a turn's messages after the stage before has ended that turn, so it cannot be waited for within it.
     """
 
     all_idle: torch.Tensor
     reduction: dist.Work
     turns_left: int
-    # Whether nothing has come since.
+    # Whether no message has arrived since.
     quiet: bool = True
 
 
 class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
-    """Has all ranks of a prefill or decode worker do an update in the same turn, when none of them has a request.
+    """All ranks of a prefill or decode worker update in the same turn, when none has a request.
 
-    Ranks wait for each other in an update. With DP attention they become idle in different turns, and so do pipeline
-    stages: who updated alone would wait for one that is in another collective.
+    Ranks wait for each other in an update. With DP attention or pipeline stages they become idle in different turns: a
+    rank that updated alone would wait for one in another collective.
     """
 
-    # What waits, in the order in which it came. The same on all ranks, which are sent the same.
+    # In order of arrival; equal on all ranks, which get the same messages.
     postponed_updates: tuple[Postponed, ...] = ()
     stage_vote: StageVote | None = None
 
     def update_weights_from_disk(self, recv_req):
-        """Puts it off until no rank has a request."""
+        """Waits until no rank has a request."""
         return self._update_when_idle(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req):
-        """Puts it off until no rank has a request."""
+        """Waits until no rank has a request."""
         return self._update_when_idle(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_tensor(self, recv_req):
-        """Puts it off until no rank has a request."""
+        """Waits until no rank has a request."""
         return self._update_when_idle(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_ipc(self, recv_req):
-        """Puts it off until no rank has a request."""
+        """Waits until no rank has a request."""
         return self._update_when_idle(super().update_weights_from_ipc, recv_req)
 
     def release_memory_occupation(self, recv_req):
-        """Puts the engine's off, which ends where a request is left, until no rank has one."""
+        """Waits until no rank has a request: the engine's ends if one is left."""
         return self._when_idle(Postponed(super().release_memory_occupation, recv_req, flushes=True, memory=True))
 
     def resume_memory_occupation(self, recv_req):
-        """Has the engine's wait for what came before it."""
+        """Waits for postponed updates before it."""
         return self._when_idle(Postponed(super().resume_memory_occupation, recv_req, flushes=False))
 
     def _update_when_idle(self, update: Callable[[Any], Any], recv_req):
         return self._when_idle(Postponed(update, recv_req, recv_req.flush_cache))
 
     def _when_idle(self, one: Postponed):
-        """Do it now or, on a worker of a pair, when no rank has a request to flush under; None means later.
+        """Run it now or, on a worker of a pair, once no rank has a request. Returns None if postponed.
 
-        One that does not flush waits for no request, but does not overtake those that wait.
+        One that does not flush waits for postponed ones only.
         """
         if self.disaggregation_mode == DisaggregationMode.NULL:
             return one.update(one.recv_req)
@@ -106,9 +105,9 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         return None
 
     def update_if_idle(self, recv_reqs: Sequence[Any] = ()) -> None:
-        """Do what waits if no rank has a request any more. Called in each turn of the loop, with what has come in it.
+        """Run postponed updates if no rank has a request. Called in each turn of the loop, with its messages.
 
-        All ranks enter the collectives in the same turn: what waits is the same on all of them.
+        All ranks enter the collectives in the same turn, since they have the same postponed updates.
         """
         while self.postponed_updates:
             one, *rest = self.postponed_updates
@@ -120,9 +119,9 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
             self.send_to_tokenizer.send_output(self._do_update(one), one.recv_req)
 
     def _can_flush(self) -> bool:
-        """Whether no request is here.
+        """Whether there is no request.
 
-        Of those that have been retracted, and of batches under way at pipeline stages, the engine does not think.
+        The engine's check misses retracted requests and pipeline stages' batches in flight.
         """
         self.end_step_of_none()
         queue = getattr(self, "disagg_decode_prealloc_queue", None)
@@ -136,7 +135,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         with self._not_begun_set_aside(one):
             idle = torch.tensor([int(self._can_flush() and not (one.memory and self.has_quarantine()))])
         if self.tp_size > 1:
-            # With DP attention, of all DP ranks.
+            # With DP attention, over all DP ranks.
             dist.all_reduce(idle, op=dist.ReduceOp.MIN, group=self.tp_cpu_group)
         return bool(idle)
 
@@ -146,10 +145,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
 
     @contextlib.contextmanager
     def _not_begun_set_aside(self, one: Postponed) -> Iterator[None]:
-        """Leave out, on prefill, requests that have not begun: they hold nothing that is flushed.
+        """On prefill, leave out requests that have not begun: they hold nothing that a flush frees.
 
-        What they wait for may be a decode worker that is paused, and goes on when this update has been done.
-        Pipeline stages could begin them between their vote and the update.
+        They may wait for a paused decode worker, which goes on after this update. Not with pipeline stages, which could
+        begin them between their vote and the update.
         """
         if self.disaggregation_mode != DisaggregationMode.PREFILL or self.pp_size > 1 or one.memory:
             yield
@@ -157,7 +156,7 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
         bootstrap = self.disagg_prefill_bootstrap_queue
         not_begun, bootstrap.queue = bootstrap.queue, []
         if one.flushes and getattr(self.tree_cache, "ongoing_prefetch", None):
-            # What the engine's tree fetches for them counts as work. It would be of the weights before.
+            # Prefetches for them count as work, and would bring KV of the old weights.
             for req in not_begun:
                 self.tree_cache.release_aborted_request(req.rid)
         try:
@@ -166,10 +165,10 @@ class SchedulerUpdateWeightsMixin(engine.SchedulerUpdateWeightsMixin):
             bootstrap.queue = not_begun
 
     def _stages_are_idle(self, recv_reqs: Sequence[Any]) -> bool:
-        """Whether no stage has a request; all of them learn so in the same turn of theirs, some turns after they vote.
+        """Whether no stage has a request; all stages get the answer in the same turn, some turns after their vote.
 
-        Where none had one in the same turn, and nothing has come since, none has one. The last stage is behind the
-        first by less turns than there are batches under way, so that all have voted when the answer is asked for.
+        It is so if all were idle in one turn and no message has arrived since. The last stage is fewer turns behind the
+        first than there are batches in flight, so all have voted when the answer is due.
         """
         vote = self.stage_vote
         if vote is None:

@@ -1,10 +1,10 @@
-"""A shared secret for the control plane of a PD deployment: who may shake hands, ask for KV, or say that it has come.
+"""A shared secret for the control plane of a PD deployment: handshakes, requests for KV, reports of completion.
 
-The engine's control plane takes every message that can be read. With ``SGLANG_DISAGGREGATION_SECRET_FILE`` set on all
-workers, each message over ZMQ, each request to the bootstrap server but the health check, and each answer to one bears
-a HMAC-SHA256 (RFC 2104) over what it says, the time, a number used once and, over ZMQ, whom it is for; what has none,
-or a wrong, an old or a used one, is ignored. A bootstrap server goes by many names, so a request to one is good at
-another of the deployment too. Nothing is encrypted, and KV itself goes as it always goes.
+The engine accepts every well-formed message. With ``SGLANG_DISAGGREGATION_SECRET_FILE`` on all workers, each ZMQ
+message, each request to the bootstrap server except health checks, and each answer has a HMAC-SHA256 (RFC 2104) over
+its content, the time, a nonce and, for ZMQ, the receiver. Unsigned, wrong, expired or repeated messages are ignored. A
+bootstrap server has many names, so a request to it is also valid at another one of the deployment. Nothing is
+encrypted, and KV transfers are unchanged.
 
 Upstream: none is known. sgl-project/sglang#21567 (open) encrypts ZeroMQ; #39400 (open) asks for a check of bootstrap
 routes.
@@ -34,23 +34,23 @@ from sglang.srt.disaggregation.peer_calls import CallHooks, unreadable
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DISAGGREGATION_SECRET_FILE"
-# A line that `openssl rand -hex 16` makes has 32.
+# The length of `openssl rand -hex 16`.
 LEAST_BYTES = 16
-# Seconds for which a request may be under way, and by which clocks may differ.
+# Seconds that a request may take, and by which clocks may differ.
 WINDOW_S = 60.0
-# The same of a message over ZMQ. It waits where the way is cut, or its receiver stands still, and has come in time for
-# whoever is waiting for it; which by default is not for longer than half of this.
+# The same for ZMQ messages, which wait while the network is cut or the receiver is hung. The receiver's requests wait
+# half as long by default.
 LATE_S = 600.0
 HEADER = "X-SGLang-PD-Signature"
-# Time (s), number used once, MAC.
+# Time (s), nonce, MAC.
 _TAG = struct.Struct(">d12s32s")
-# Seconds between two lines about messages that were ignored.
+# Seconds between two log lines about ignored messages.
 _TELL_S = 10.0
 
 
 @lru_cache(maxsize=1)
 def secret() -> Secret | None:
-    """The secret of this process, None without one. Raises ValueError for a file that holds none."""
+    """This process's secret, if any. Raises ValueError for a file without one."""
     path = os.environ.get(VARIABLE, "").strip()
     if not path:
         return None
@@ -67,28 +67,28 @@ def secret() -> Secret | None:
 
 
 class Secret:
-    """Signs and verifies. Threads may share it."""
+    """Signs and verifies. Thread-safe."""
 
     def __init__(
         self, key: bytes, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ):
         self._key, self._clock, self._monotonic = hashlib.sha256(key).digest(), clock, monotonic
         self._lock = threading.Lock()
-        # What an earlier process was sent, at the same port, it cannot have noted.
+        # Messages to an earlier process at this port are not in ``_used``.
         self._started = monotonic()
-        # Numbers that were used, and until when, in seconds from the start, a message that bears them would pass. Only
-        # those of messages that were signed: nobody else can make it grow.
+        # Used nonces and their expiry, seconds since the start. Only of correctly signed messages, so that outsiders
+        # cannot make it grow.
         self._used: OrderedDict[bytes, float] = OrderedDict()
 
     def sign(self, parts: Sequence[bytes], purpose: str) -> bytes:
-        """The tag of a message. purpose: what kind it is, and whom it is for."""
+        """The tag of a message. purpose: its kind and receiver."""
         now, number = self._clock(), os.urandom(12)
         return _TAG.pack(now, number, self._mac(parts, purpose, now, number))
 
     def verify(self, parts: Sequence[bytes], purpose: str, tag: bytes, late_s: float = WINDOW_S) -> None:
-        """Raises ValueError, which says why, for a message that is not to be believed.
+        """Raises ValueError with the reason for an invalid message.
 
-        late_s: for how long it may have been under way, at most `LATE_S`.
+        late_s: seconds that it may have taken, at most `LATE_S`.
         """
         if len(tag) != _TAG.size:
             raise ValueError("it is not signed")
@@ -105,12 +105,12 @@ class Secret:
                 self._used.popitem(last=False)
             if number in self._used:
                 raise ValueError("it has come before")
-            # From now, not from its own time, so that the oldest stands first.
+            # Not by its own time, so that entries stay sorted by expiry.
             self._used[number] = runs_s + WINDOW_S + LATE_S
 
     def _mac(self, parts: Sequence[bytes], purpose: str, at: float, number: bytes) -> bytes:
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
-        # Lengths, so that bytes cannot move from one part to the next.
+        # With lengths, so that bytes cannot move between parts.
         for part in (purpose.encode(), struct.pack(">d", at), number, *parts):
             mac.update(struct.pack(">Q", len(part)))
             mac.update(part)
@@ -121,13 +121,13 @@ class Secret:
 
 
 class SigningSocket:
-    """A socket to one worker whose messages get a frame more, their tag."""
+    """Appends a tag to each message of a socket. endpoint: the receiver's."""
 
     def __init__(self, socket: Any, endpoint: str, key: Secret):
         self._socket, self._endpoint, self._key = socket, endpoint, key
 
     def send_multipart(self, frames: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Send them and the tag."""
+        """Send the frames and their tag."""
         parts = [bytes(frame) for frame in frames]
         return self._socket.send_multipart([*parts, self._key.sign(parts, f"zmq {self._endpoint}")], *args, **kwargs)
 
@@ -136,14 +136,14 @@ class SigningSocket:
 
 
 class VerifyingSocket:
-    """A worker's own socket, from which only messages come that one of the deployment has sent to it."""
+    """A worker's own socket; drops messages without a valid tag."""
 
     def __init__(self, socket: Any, endpoint: str, key: Secret):
         self._socket, self._endpoint, self._key = socket, endpoint, key
         self._told_at, self._untold = -_TELL_S, 0
 
     def recv_multipart(self, *args: Any, **kwargs: Any) -> list[bytes]:
-        """The next message that can be believed, without its tag."""
+        """The next valid message, without its tag."""
         while True:
             frames = self._socket.recv_multipart(*args, **kwargs)
             try:
@@ -153,7 +153,7 @@ class VerifyingSocket:
                 self._tell(str(e))
 
     def _tell(self, reason: str) -> None:
-        # A stranger must not fill the disk either.
+        # Rate-limited: outsiders must not fill the disk.
         self._untold += 1
         now = time.monotonic()
         if now - self._told_at >= _TELL_S:
@@ -178,7 +178,7 @@ def _of_request(method: str, path: str, body: bytes) -> list[bytes]:
 
 
 class SignedCall:
-    """One request to a bootstrap server: with a secret it is signed, and only a signed answer to it is believed."""
+    """One request to a bootstrap server; with a secret it is signed, and its answer has to be."""
 
     def __init__(self, method: str, path: str, body: bytes):
         self._key = secret()
@@ -186,7 +186,7 @@ class SignedCall:
         self.headers = {HEADER: self._tag} if self._tag else {}
 
     def check(self, url: str, status: int, content: bytes, headers: Mapping[str, str]) -> None:
-        """Raise NotTrusted for an answer that is not to be believed."""
+        """Raise NotTrusted for an answer that is not correctly signed."""
         if self._key is None:
             return
         try:
@@ -199,12 +199,12 @@ class SignedCall:
 
 
 class SigningHooks(CallHooks):
-    """Signs what workers tell each other over HTTP, where there is a secret."""
+    """Signs HTTP calls between workers, if there is a secret."""
 
     def signs(
         self, method: str, path: str, body: bytes
     ) -> tuple[Mapping[str, str], Callable[[str, int, bytes, Mapping[str, str]], None]]:
-        """A header, and a check of the answer."""
+        """The header, and a check of the answer."""
         call = SignedCall(method, path, body)
         return call.headers, call.check
 
@@ -213,7 +213,7 @@ hooks.register(CallHooks, SigningHooks)
 
 
 class _Signed(requests.auth.AuthBase):
-    """`SignedCall` for what the engine sends."""
+    """`SignedCall` for the engine's requests."""
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         body = request.body or b""
@@ -227,7 +227,7 @@ class _Signed(requests.auth.AuthBase):
 
 
 class SignedRequests:
-    """Signs questions to bootstrap servers where there is a secret. unsigned: what they would be put with."""
+    """Signs requests to bootstrap servers, if there is a secret. unsigned: the engine's ``requests``."""
 
     def __init__(self, unsigned: Any):
         self._unsigned = unsigned
@@ -238,7 +238,7 @@ class SignedRequests:
 
 
 def middleware(key: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """For a bootstrap server: answers 401 to what is not signed, and signs its answers. Health checks pass."""
+    """For a bootstrap server: answers 401 to unsigned requests, except health checks, and signs its answers."""
 
     @web.middleware
     async def check(request: web.Request, handler: Callable[..., Awaitable[web.Response]]) -> web.StreamResponse:

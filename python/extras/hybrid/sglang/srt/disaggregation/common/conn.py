@@ -1,4 +1,4 @@
-"""States and windows on the wire: they are refused where they would be written to the wrong place.
+"""Mamba and SWA state on the wire: refused where the engine would write it to the wrong place.
 
 Upstream: none is known.
 """
@@ -13,31 +13,31 @@ __all__ = ["CommonKVManager", "CommonKVSender"]
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Knows which states fit."""
+    """Checks that states fit."""
 
     @property
     def has_own_state(self) -> bool:
-        """Whether the model has states or windows."""
+        """Whether the model has Mamba or SWA state."""
         return self.kv_args.state_type in ("mamba", "swa")
 
     def unfit(self, name: str) -> str | None:
-        """Those of the same size do."""
+        """Compares state sizes."""
         return unlike_states(self, name) if self.has_own_state else super().unfit(name)
 
     def not_cut(self) -> str | None:
         """Adds states.
 
         NIXL has no message for a part of one. Mooncake cuts them in one dimension, which is wrong: a rank's convolution
-        has its queries, keys and values, or Mamba2's x, B and C, one after the other, each cut by TP.
+        has queries, keys and values (Mamba2: x, B and C) one after the other, each cut by TP.
         """
         return "states" if self.has_own_state else super().not_cut()
 
 
 class CommonKVSender(engine.CommonKVSender):
-    """Sends no windows from pipeline stages."""
+    """Refuses windows from pipeline stages."""
 
     def accept_decode_prefix(self) -> bool:
-        """The engine numbers the layers of both pools from 0 on each stage, and writes them over each other."""
+        """Each stage numbers the layers of both pools from 0 in the engine, so they would overwrite each other."""
         manager = self.kv_mgr
         accepted = super().accept_decode_prefix()
         if accepted and manager.pp_size > 1 and manager.kv_args.state_type == "swa":

@@ -1,4 +1,4 @@
-"""What prefill finds wrong with the states, or windows, that decode registers with it.
+"""Compares prefill's state sizes with those that decode registers.
 
 Upstream: none is known.
 """
@@ -12,11 +12,10 @@ __all__ = ["unlike_states"]
 
 
 def unlike_states(manager: Any, name: str) -> str | None:
-    """Why a prefill rank cannot write its states, or windows, to the decode rank of this name; None if it can.
+    """Why a prefill rank cannot write its states or windows to the decode rank ``name``; None if it can.
 
-    manager: of the prefill rank. Also None where decode does not say how large they are, as without this package over
-    NIXL. The engine finds a slot of decode's by its number and prefill's size: with another size it is that of another
-    request.
+    manager: the prefill rank's. Also None if decode does not report sizes, as over NIXL without this package. The
+    engine computes the address of decode's slot from prefill's size: another size would hit another request's slot.
     """
     registered = manager.decode_kv_args_table.get(name)
     ours, theirs = manager.kv_args.state_item_lens, getattr(registered, "dst_state_item_lens", [])
@@ -25,9 +24,9 @@ def unlike_states(manager: Any, name: str) -> str | None:
     if getattr(registered, "dst_attn_tp_size", manager.attn_tp_size) != manager.attn_tp_size:
         dims, their_dims = getattr(manager.kv_args, "state_dim_per_tensor", []), registered.dst_state_dim_per_tensor
         if dims and their_dims:
-            # Of a slice, in which the engine cuts them.
+            # Compare sizes per slice of the dimension that the engine cuts.
             ours, theirs = _per_slice(ours, dims), _per_slice(theirs, their_dims)
-    # A pipeline stage has some of the layers.
+    # A pipeline stage has some of the layers only.
     if list(ours) == theirs if len(ours) == len(theirs) else set(ours) <= set(theirs):
         return None
     return (
@@ -38,7 +37,7 @@ def unlike_states(manager: Any, name: str) -> str | None:
 
 
 def _per_slice(sizes: Sequence[int], dims: Sequence[int]) -> list[int]:
-    # Dimensions of what is not sent, for speculation, come behind.
+    # Dimensions of states that are not sent, for speculation, come last.
     return [size // dim for size, dim in zip(sizes, dims, strict=False)]
 
 

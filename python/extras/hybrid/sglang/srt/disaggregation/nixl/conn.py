@@ -1,5 +1,5 @@
-"""Decode's registration over NIXL has more behind the engine's frames: the sizes of its states, which over Mooncake the
-engine tells. docs/protocol.md has them.
+"""Decode's NIXL registration with its state sizes appended; over Mooncake the engine sends them. See docs/protocol.md.
+
 
 Upstream: none is known.
 """
@@ -15,16 +15,16 @@ from sglang.srt.disaggregation.nixl import conn as engine
 
 __all__ = ["KVArgsRegisterInfo", "NixlKVReceiver"]
 
-# Frames of the engine's registration, without NIXL's guard before them.
+# Frames of the engine's registration, without NIXL's guard frame.
 REGISTRATION_FRAMES = 12
 
 
 class KVArgsRegisterInfo(engine.KVArgsRegisterInfo):
-    """A decode rank's memory, with the bytes of a slot of each state; none where it does not say."""
+    """A decode rank's memory, with bytes per slot of each state; empty if not reported."""
 
     @classmethod
     def from_zmq(cls, msg: list[bytes]) -> KVArgsRegisterInfo:
-        """Raises ValueError for what cannot be read."""
+        """Raises ValueError for an invalid registration."""
         registered = super().from_zmq(msg)
         sizes = np.frombuffer(b"".join(msg[REGISTRATION_FRAMES:]), dtype="<u4")
         registered.dst_state_item_lens = sizes.tolist()
@@ -32,10 +32,10 @@ class KVArgsRegisterInfo(engine.KVArgsRegisterInfo):
 
 
 class NixlKVReceiver(engine.NixlKVReceiver):
-    """A receiver that says how large its states are."""
+    """Reports its state sizes."""
 
     def _register_kv_args(self) -> None:
-        """Adds the sizes of its states, with a radix cache, where its model has any."""
+        """Adds the state sizes of a model with states, with a radix cache."""
         args = self.kv_mgr.kv_args
         if not (args.state_data_ptrs and self.kv_mgr.has_radix):
             super()._register_kv_args()
@@ -48,5 +48,5 @@ class NixlKVReceiver(engine.NixlKVReceiver):
 
         sized = copy.copy(self)
         sized._connect_to_bootstrap_server = connect
-        # Another overlay may have put a class of its own under this name.
+        # Another overlay may have replaced the class of this name.
         super()._register_kv_args.__func__(sized)

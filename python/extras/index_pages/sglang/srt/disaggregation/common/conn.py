@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.common.prefill_peers import listen_for
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver"]
 
-# A prefill says so that it sends the index pages of the delta; an earlier release sends all.
+# Capability of a prefill that sends the delta's index pages; earlier releases send all.
 INDEX_PAGES = "index_pages"
 listen_for(INDEX_PAGES)
 
@@ -27,13 +27,13 @@ class CommonKVManager(engine.CommonKVManager):
         return self.kv_args.state_type == "nsa"
 
     def unfit(self, name: str) -> str | None:
-        """Their layout is the same on all workers; pipeline stages are not verified."""
+        """Layouts are equal on all workers; pipeline stages are not verified."""
         if not self.has_index_pages:
             return super().unfit(name)
         return "pipeline stages with index pages are not verified; start prefill without" if self.pp_size > 1 else None
 
     def index_pages_of_delta(self, pages: Sequence[int], num_delta: int) -> Any:
-        """The index pages to send, of all ``pages`` of the prompt. Raises ValueError if they are fewer."""
+        """The delta's part of the prompt's index ``pages``. Raises ValueError if there are too few."""
         if not self.has_index_pages:
             return pages
         if num_delta > len(pages):
@@ -42,11 +42,11 @@ class CommonKVManager(engine.CommonKVManager):
 
 
 class CommonKVReceiver(engine.CommonKVReceiver):
-    """Asks a prefill that sends all index pages for the whole prompt."""
+    """Asks for the whole prompt if prefill sends all index pages."""
 
     @property
     def peer_takes_prefix(self) -> bool:
-        """Adds that the prefill sends the delta's index pages."""
+        """Adds that prefill sends the delta's index pages."""
         takes = super().peer_takes_prefix
         return takes and (
             not self.kv_mgr.has_index_pages or INDEX_PAGES in self.kv_mgr.prefills.of(self.bootstrap_addr).others
@@ -54,7 +54,7 @@ class CommonKVReceiver(engine.CommonKVReceiver):
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Tells decode of index pages."""
+    """Announces index pages."""
 
     def _said_by_ranks(self) -> dict[str, Any]:
         """Adds `INDEX_PAGES`."""

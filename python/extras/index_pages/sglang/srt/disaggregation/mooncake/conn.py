@@ -19,7 +19,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
     """Sends the index pages of the delta."""
 
     def maybe_send_extra(self, req: TransferInfo, prefill_state_indices: list[int], *args, **kwargs):
-        """Leaves out what decode holds. Without the flag it holds nothing."""
+        """Leaves out decode's prefix; none without the flag."""
         ours = prefill_state_indices
         if req.names_prefix:
             ours = self.index_pages_of_delta(ours, len(req.dst_state_indices))

@@ -22,6 +22,6 @@ class NixlKVManager(engine.NixlKVManager):
         *args,
         **kwargs,
     ):
-        """Leaves out what decode holds."""
+        """Leaves out decode's prefix."""
         ours = self.index_pages_of_delta(prefill_state_indices, len(dst_state_indices))
         return super().maybe_send_extra(peer_name, ours, dst_state_data_ptrs, dst_state_indices, *args, **kwargs)

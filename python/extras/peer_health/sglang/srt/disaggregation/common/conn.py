@@ -1,4 +1,4 @@
-"""Workers whose peers are looked after: what is lost with one fails at once.
+"""Workers that monitor their peers: requests of a lost peer fail at once.
 
 Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that was replaced.
 """
@@ -29,16 +29,16 @@ from sglang.srt.utils.network import NetworkAddress
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
 
-# What a prefill says that wants to hear what waits on decode.
+# Capability of a prefill that takes reports of requests that wait on decode.
 HEARS_OF_WAITING = "queued"
 listen_for(HEARS_OF_WAITING)
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Knows which of its peers are lost."""
+    """Monitors its peers."""
 
     def __init__(self, *args, **kwargs):
-        """Adds what is known of peers, before the engine's, which starts threads; and the thread that looks."""
+        """Adds the peer state before the engine starts its threads, and then the monitoring thread."""
         self.peer_sockets = PeerSockets(CommonKVReceiver._ctx, answer_s())
         self.pulse, self.refusing = Pulse(), Refusing()
         super().__init__(*args, **kwargs)
@@ -52,62 +52,62 @@ class CommonKVManager(engine.CommonKVManager):
             self.peer_sockets.start(self._check_decode)
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> PeerSocket:
-        """Replaces the engine's sockets, which stay for good."""
+        """Replaces the engine's sockets, which are never closed."""
         return self.peer_sockets.connect(endpoint, is_ipv6)
 
     def connect_unwaiting(self, host: str, port: int) -> PeerSocket:
-        """Replaces the engine's sockets, which do not say whether the peer lives."""
+        """Replaces the engine's sockets, which do not report lost peers."""
         address = NetworkAddress(host, port)
         return self.peer_sockets.connect(address.to_tcp(), address.is_ipv6, waits=False)
 
     def _check_decode(self) -> None:
-        # By which it is found out whether this worker stood still.
+        # Detects stalls of this worker.
         self.pulse.beat()
         self.decode_watch.check()
 
     def _askers(self, room: int) -> set[Endpoint]:
-        """The decode ranks with the flag that have asked for the KV of a room."""
+        """The decode ranks with the flag that have requested a room's KV."""
         infos = self.transfer_infos.get(room, {}).values()
         return {(info.endpoint, info.dst_port) for info in infos if getattr(info, "names_prefix", False)}
 
     def met_decode(self, host: str, port: int) -> None:
-        """It is looked after from now on."""
+        """Monitors it from now on."""
         super().met_decode(host, port)
         self.peer_sockets.watch(host, port)
 
     def heard_until(self, info: Any) -> float:
-        """After a standstill of this worker its messages have still to be read."""
+        """After a stall of this worker, messages are still unread."""
         return self.pulse.heard_until()
 
     def are_gone(self, ranks: Sequence[Endpoint]) -> bool:
-        """Whether nobody listens any more where all these did, as far as that has been found out."""
+        """Whether the processes of all these ranks are known to have ended."""
         return self.peer_sockets.are_gone(ranks)
 
     def end_room(self, room: int, *args, **kwargs) -> None:
-        """It waits nowhere any more."""
+        """Removes its waiting state too."""
         with self.rooms.lock:
             super().end_room(room, *args, **kwargs)
             self.waiting.pop(room, None)
 
     def asked_prefill(self, addr: str, answered: bool) -> None:
-        """One that refuses connections is gone."""
+        """Notes refused connections."""
         self.refusing.note(addr, answered)
 
     def why_unreached(self, addr: str, since: float) -> str | None:
-        """Or that its prefill is gone."""
+        """Adds that its prefill has ended."""
         return self.refusing.why_unreached(addr, since) or super().why_unreached(addr, since)
 
     def lose_prefill(self, addr: str) -> None:
-        """The engine's heartbeat has perhaps not found out."""
+        """Removes the engine's heartbeat state too."""
         super().lose_prefill(addr)
         forget_heartbeats(self, addr)
 
 
 class CommonKVSender(engine.CommonKVSender):
-    """Sender of a request of which decode says that it waits there."""
+    """Waits for as long as decode reports that the request waits there."""
 
     def waits_unasked(self) -> bool:
-        """Too late for decode's request, this one fails."""
+        """Fails after the bootstrap time-out without a report: decode's request for KV would come too late."""
         if not super().waits_unasked():
             return False
         unheard = self.kv_mgr.waiting.silent_s(self.bootstrap_room, self.made_at)
@@ -118,38 +118,38 @@ class CommonKVSender(engine.CommonKVSender):
 
 
 class CommonKVReceiver(engine.CommonKVReceiver):
-    """Receiver whose prefill ranks can be looked after, and know where it waits."""
+    """Reports to prefill that its request waits; its prefill ranks are monitored."""
 
     _ctx = engine.CommonKVReceiver._ctx
     _ctx.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
 
     def _get_bootstrap_info_from_server(self, *rank: int):
-        """Checks where a rank listens before that is kept: whoever watches prefills looks at it."""
+        """Checks a rank's address before the engine caches it: the monitor connects to it."""
         info = super()._get_bootstrap_info_from_server(*rank)
         if info is not None and self.kv_mgr.has_radix:
             check_rank(self.bootstrap_addr, info)
         return info
 
     def announce(self, peers: Iterable[dict] | None = None) -> list[dict]:
-        """Tell prefill, where it listens, that this request waits here: it then knows whose end is also that of it.
+        """Report to prefill that this request waits here, so that prefill fails it if this worker is lost.
 
-        peers: prefill ranks, all if not given. Returns those that did not take it.
+        peers: prefill ranks, all by default. Returns those that did not take the report.
         """
         untold: list[dict] = []
         if HEARS_OF_WAITING not in self.kv_mgr.prefills.of(self.bootstrap_addr).others:
             return untold
-        # Those that write nothing for it wait for it too.
+        # Dummy ranks, which write nothing, wait for the request too.
         for peer in (self.bootstrap_infos or []) if peers is None else peers:
             try:
                 self._send_to(peer, [*self.header, QUEUED])
             except NotTaken:
-                # At nobody else's expense.
+                # Its queue is full; others must not wait for it.
                 untold.append(peer)
         return untold
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Says that its prefill wants to hear what waits on decode."""
+    """Announces that its prefill takes reports of waiting requests."""
 
     async def _capabilities(self) -> dict[str, Any]:
         answer = await super()._capabilities()

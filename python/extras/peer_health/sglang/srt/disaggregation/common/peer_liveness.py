@@ -1,6 +1,6 @@
-"""Whether the processes of other workers have ended: the system of one that has refuses connections to its ports.
+"""Whether a peer's process has ended: its host then refuses connections to its port.
 
-No answer says nothing: the way to the peer may be cut, or it stands still.
+No answer proves nothing: the network may be cut, or the process hung.
 
 Upstream: none is known.
 """
@@ -21,24 +21,23 @@ from sglang.srt.utils.network import NetworkAddress
 logger = logging.getLogger(__name__)
 
 Endpoint = tuple[str, int]
-# An address family, and what a socket of it connects to; of IPv6 with its scope, without which a link-local address
-# leads nowhere.
+# An address family and a socket address; for IPv6 with scope, which link-local addresses need.
 Address = tuple[int, tuple[Any, ...]]
 
-# Seconds that one look waits for answers, however many peers are looked at: more than the way around the world takes.
+# Seconds to wait for answers in one look at any number of peers: longer than a round trip around the world.
 ANSWER_S = 0.2
-# Seconds between the two looks that make a peer gone, so that nothing is made of a moment.
+# Seconds between the two looks that have to agree.
 AGAIN_S = 0.075
 
 
 def host_and_port(addr: str) -> Endpoint:
-    """Of an address as the engine writes it."""
+    """Parses an address in the engine's format."""
     parsed = NetworkAddress.parse(addr)
     return parsed.host, parsed.port
 
 
 def is_address(host: str) -> bool:
-    """Whether it is one in digits, for which nobody asks DNS."""
+    """Whether it is numeric, so that it needs no DNS."""
     try:
         ip_address(host)
     except ValueError:
@@ -56,7 +55,7 @@ def _addresses(endpoint: Endpoint, flags: int = 0) -> set[Address]:
 
 
 def _refused(addresses: Iterable[Address]) -> set[Address]:
-    """Those that refuse connections. All are asked at once."""
+    """Those that refuse connections. All are tried at once."""
     poller = select.poll()
     asked: dict[int, tuple[Address, socket.socket]] = {}
     refused: set[Address] = set()
@@ -84,14 +83,14 @@ def _refused(addresses: Iterable[Address]) -> set[Address]:
 
 
 def refusing(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
-    """Those of ``endpoints``, by numeric address, that refuse connections."""
+    """The ``endpoints``, by numeric address, that refuse connections."""
     addresses = {endpoint: _addresses(endpoint, socket.AI_NUMERICHOST) for endpoint in endpoints}
     refused = _refused({address for found in addresses.values() for address in found})
     return {endpoint for endpoint, found in addresses.items() if found & refused}
 
 
 def gone(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
-    """Those of ``endpoints``, by numeric address, that refuse connections twice."""
+    """The ``endpoints``, by numeric address, that refuse connections twice."""
     found = refusing(endpoints)
     if found:
         time.sleep(AGAIN_S)
@@ -100,6 +99,6 @@ def gone(endpoints: Iterable[Endpoint]) -> set[Endpoint]:
 
 
 def nothing_listens(host: str, port: int) -> bool:
-    """Whether the process that listened there is gone, at all addresses of the host. For threads that may wait."""
+    """Whether all addresses of the host refuse connections to ``port``. Blocks: for threads that may wait."""
     addresses = _addresses((host, port))
     return bool(addresses) and _refused(addresses) == addresses

@@ -1,9 +1,9 @@
-"""A worker's sockets for its messages to peers, and what ZeroMQ says of these: which are lost.
+"""Sockets for a worker's messages to its peers, and lost peers as ZeroMQ's socket monitor reports them.
 
-ZeroMQ says when a connection comes about and when it ends. With heartbeats it ends one over which nothing comes any
-more: any ZeroMQ answers them by itself, whatever else its process does, and needs no interpreter for it.
+ZeroMQ reports when a connection is made and when it ends. With heartbeats it also ends a connection without traffic.
+Any ZeroMQ peer answers heartbeats in its own thread, without the interpreter.
 
-The engine makes a context, with two threads, for each peer, and keeps it for good.
+The engine creates one context with two threads per peer and never closes it.
 
 Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that was replaced.
 """
@@ -26,21 +26,21 @@ from zmq.utils.monitor import recv_monitor_message
 
 logger = logging.getLogger(__name__)
 
-# Sockets of one context, of which a peer takes three. ZeroMQ's default is 1023, and prefills at new addresses come
-# before old ones are given up.
+# Sockets per context; a peer takes three. ZeroMQ's default, 1023, is too low: prefills with new addresses arrive before
+# the sockets of old ones are closed.
 MOST_SOCKETS = 16384
-# Seconds between two heartbeats; and for an answer beyond the time for which the engine's own heartbeat goes on to ask.
+# Seconds between heartbeats; and how much longer than the engine's own heartbeat to wait for an answer.
 HEARTBEAT_S, MORE_S = 3.0, 2.0
-# Seconds in which a connection that has ended comes about again where its peer lives: of what was sent over it nothing
-# may be lost. And milliseconds from one attempt to the next, at first and at most.
+# Seconds in which a live peer's connection returns; no message is lost by then. And the first and longest interval
+# between attempts, milliseconds.
 BACK_S, RECONNECT_MS, MOST_RECONNECT_MS = 1.0, 100, 1000
-# And of one attempt: the system's goes on for minutes where a way has been cut, also when it is whole again.
+# Time-out of one attempt: the system's takes minutes after a network cut, even once that is over.
 CONNECT_MS = 3000
-# Seconds for which a look waits for what ZeroMQ says.
+# Seconds that one look waits for monitor events.
 LOOK_S = 0.15
-# Seconds after which a peer without a connection is forgotten, and what waits for it.
+# Seconds after which a peer without connection is dropped, with its queued messages.
 FORGOTTEN_S = 900.0
-# Peers that are remembered to have been there.
+# Bound of `PeerSockets.reached`.
 REMEMBERED = 65536
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
@@ -48,9 +48,9 @@ _numbers = count()
 
 
 class Loss(NamedTuple):
-    """When a peer was found to be lost, by the monotonic clock, and whether its process is known to have ended.
+    """A lost peer. at: when it was found, monotonic. gone: its process is known to have ended.
 
-    Of one that only does not answer it is not: it may stand still, or the way to it be cut, and it goes on to write.
+    Otherwise it is hung or unreachable, and may go on to write.
     """
 
     at: float
@@ -58,19 +58,19 @@ class Loss(NamedTuple):
 
 
 def answer_s() -> float:
-    """Seconds that an answer to a heartbeat may take: as long as the engine lets a prefill be silent."""
+    """Seconds to wait for a heartbeat's answer: as long as the engine lets a prefill be silent, and `MORE_S`."""
     failures = max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get(), 1)
     return failures * max(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(), 2.0) + MORE_S
 
 
 class _Peer:
-    """The socket to one peer. lock: of whoever uses it."""
+    """The socket to one peer. lock: held during its use."""
 
     def __init__(self, context: zmq.Context, endpoint: str, is_ipv6: bool, watched: bool, answer_s: float):
         self.at, self.watched, self.lock = host_and_port(endpoint.removeprefix("tcp://")), watched, threading.Lock()
         self.socket, self.monitor = context.socket(zmq.PUSH), context.socket(zmq.PAIR)
-        # Since when there is no connection, whether there has been one, and whether the process is known to have ended:
-        # written by the thread that looks. And when it has last spoken: its connection is then about to come again.
+        # Set by the monitoring thread: since when there is no connection; whether there ever was one; whether its
+        # process has ended. And when it last sent a message: it is about to reconnect then.
         self.away_since: float | None = time.monotonic()
         self.was_there = self.is_gone = False
         self.spoke_at = 0.0
@@ -82,7 +82,7 @@ class _Peer:
             if watched:
                 self.socket.set(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
                 self.socket.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * answer_s))
-            # ZeroMQ's thread waits where these are not read and there is no room for more.
+            # Bounded, unread events would block ZeroMQ's thread.
             self.monitor.set(zmq.RCVHWM, 0)
             address = f"inproc://peer-{next(_numbers)}"
             self.socket.monitor(address, _EVENTS)
@@ -93,7 +93,7 @@ class _Peer:
             raise
 
     def read(self) -> None:
-        """Take in what has become of the connection."""
+        """Take in the monitor's events."""
         while True:
             try:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
@@ -105,44 +105,44 @@ class _Peer:
                 self.away_since = time.monotonic()
 
     def away_s(self, now: float) -> float | None:
-        """Seconds for which it is not there, None if it is."""
+        """Seconds without connection; None if there is one."""
         return None if self.away_since is None else now - max(self.away_since, self.spoke_at)
 
     def close(self) -> None:
-        """What waits in it goes with it: whoever is given that port next would be sent it."""
-        # First, or ZeroMQ's thread would wait for who reads of its end.
+        """Close it with its unsent messages: another process may get that port."""
+        # First, or ZeroMQ's thread would wait for a reader of the monitor.
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
 
 
 class PeerSockets:
-    """One socket for each peer, which threads may share: those of all messages to it, which keep their order.
+    """One socket per peer, shared by threads, so that messages keep their order.
 
-    Whoever sends for the engine waits where the queue to a peer is full, as in the engine; these messages have a socket
-    of their own, and say nothing of the peer: it may be without this package.
+    The engine's own messages block on a full queue, as in the engine. They have a separate socket that is not
+    monitored: that peer may be without this package.
     """
 
     def __init__(self, context: zmq.Context, answer_s: float):
-        """answer_s: seconds that a peer may take to answer."""
+        """answer_s: seconds in which a peer has to answer a heartbeat."""
         self._context, self._answer_s, self._lock = context, answer_s, threading.Lock()
-        # By endpoint, and whether who sends waits.
+        # By endpoint, and whether sends block.
         self._peers: dict[tuple[str, bool], _Peer] = {}
         self._lost: dict[Endpoint, Loss] = {}
-        # Peers that have been there, and those of them that are.
+        # Peers that have been connected, and those that are now.
         self.reached: set[Endpoint] = set()
         self.connected: set[Endpoint] = set()
 
     def connect(self, endpoint: str, is_ipv6: bool = False, waits: bool = True) -> PeerSocket:
-        """What sends to a peer. waits: whether until there is room in its queue; else `NotTaken` is raised.
+        """A sender to a peer. waits: block if its queue is full; otherwise raise `NotTaken`.
 
-        Raises ZMQError where no more sockets can be made.
+        Raises ZMQError if there are too many sockets.
         """
         self._get(endpoint, is_ipv6, waits)
         return PeerSocket(self, endpoint, is_ipv6, waits)
 
     def watch(self, host: str, port: int) -> None:
-        """A peer has spoken that is to be looked after from now on."""
+        """Monitor a peer that has sent a message."""
         if not is_address(host):
             return
         address = NetworkAddress(host, port)
@@ -152,7 +152,7 @@ class PeerSockets:
             logger.warning("Decode at %s cannot be monitored: %s", address, e)
 
     def send(self, endpoint: str, is_ipv6: bool, waits: bool, frames: Sequence[Any], flags: int = 0) -> Any:
-        """Send all frames to a peer, or none. Raises ZMQError, and `NotTaken`."""
+        """Send all frames to a peer, or none. Raises ZMQError or `NotTaken`."""
         peer = self._get(endpoint, is_ipv6, waits)
         with peer.lock:
             try:
@@ -167,22 +167,22 @@ class PeerSockets:
                 peer = _Peer(self._context, endpoint, is_ipv6, not waits, self._answer_s)
                 self._peers[endpoint, waits] = peer
                 if peer.watched:
-                    # Who listens there now may be another.
+                    # A new process may listen there now.
                     self._lost.pop(peer.at, None)
         return peer
 
     def lost(self) -> dict[Endpoint, Loss]:
-        """The peers that are lost, and have not come back."""
+        """The peers that are lost now."""
         with self._lock:
             return dict(self._lost)
 
     def are_gone(self, peers: Iterable[Endpoint]) -> bool:
-        """Whether the processes of all these have ended, and nobody has been spoken to in their places."""
+        """Whether all these processes have ended, and no new ones have been contacted at their addresses."""
         lost = self._lost
         return all((loss := lost.get(peer)) is not None and loss.gone for peer in peers)
 
     def start(self, check: Callable[[], None]) -> None:
-        """Look again and again, in a thread, and call ``check`` each time."""
+        """Start the monitoring thread; it calls ``check`` before each look."""
         threading.Thread(target=self._run, args=(check,), daemon=True, name="watch-peers").start()
 
     def _run(self, check: Callable[[], None]) -> None:
@@ -195,9 +195,9 @@ class PeerSockets:
                 time.sleep(LOOK_S)
 
     def look(self, wait_s: float) -> None:
-        """Find out who is lost, by what ZeroMQ says; wait for that no longer than this. For one thread.
+        """Find lost peers by monitor events, waiting at most ``wait_s`` for one. For one thread.
 
-        What it has said is read before time counts: this process may have stood still meanwhile.
+        Events are read before elapsed time counts: this process may have been stalled.
         """
         with self._lock:
             peers = {peer.monitor: (key, peer) for key, peer in self._peers.items()}
@@ -241,7 +241,7 @@ class PeerSockets:
                 self._lost[at] = Loss(time.monotonic(), peer.is_gone)
 
     def _drop(self, key: tuple[str, bool], peer: _Peer) -> None:
-        """Close a socket; the next message makes a new one. Not while somebody sends, who may wait for the peer."""
+        """Close a socket; the next message opens a new one. Not during a send, which may block."""
         with self._lock:
             if not peer.lock.acquire(blocking=False):
                 return
@@ -253,11 +253,11 @@ class PeerSockets:
 
 
 class PeerSocket:
-    """Stands for the socket to one peer, which may be closed between two messages."""
+    """Handle of a peer's socket, which may be closed and reopened between messages."""
 
     def __init__(self, sockets: PeerSockets, endpoint: str, is_ipv6: bool, waits: bool):
         self._sockets, self._to = sockets, (endpoint, is_ipv6, waits)
 
     def send_multipart(self, frames: Sequence[Any], flags: int = 0) -> Any:
-        """Send all frames. Raises ZMQError, and `NotTaken`."""
+        """Send all frames. Raises ZMQError or `NotTaken`."""
         return self._sockets.send(*self._to, frames, flags)

@@ -1,4 +1,4 @@
-"""Each worker looks after the peers of its requests: what is lost with a process that ends is failed at once.
+"""Monitors the peers of a worker's requests: requests of an ended process fail at once.
 
 Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that was replaced.
 """
@@ -17,9 +17,9 @@ from sglang.srt.disaggregation.common.rooms import Rooms
 
 logger = logging.getLogger(__name__)
 
-# Rooms that are gone through with the lock that the scheduler needs.
+# Rooms handled while holding the lock that the scheduler needs.
 AT_ONCE = 128
-# Seconds over which a port must have refused connections before nobody is taken to come back to it at once.
+# Seconds for which a port must refuse connections before the process counts as ended, not restarting.
 REFUSING_S = 0.3
 
 
@@ -27,11 +27,11 @@ class Refusing:
     """Prefills whose bootstrap servers refuse connections."""
 
     def __init__(self) -> None:
-        # When each has, first and last.
+        # Times of the first and last refusal, by address.
         self._since: dict[str, tuple[float, float]] = {}
 
     def note(self, addr: str, answered: bool) -> None:
-        """It has been asked. Raises ValueError for what is no address."""
+        """Note the result of a request to it. Raises ValueError for an invalid address."""
         now = time.monotonic()
         if answered or not nothing_listens(*host_and_port(addr)):
             self._since.pop(addr, None)
@@ -42,11 +42,11 @@ class Refusing:
             for other, (_, at) in list(self._since.items()):
                 if now - at >= FORGOTTEN_S:
                     self._since.pop(other, None)
-        # One long ago was of an earlier life.
+        # A refusal long ago was another process's.
         self._since[addr] = (first if now - last < 10 * REFUSING_S else now, now)
 
     def why_unreached(self, addr: str, since: float) -> str | None:
-        """Why a request that has waited for it ``since`` then need not wait any longer."""
+        """Why a request that has waited since ``since`` can fail now; None if it cannot."""
         first, last = self._since.get(addr, (0.0, 0.0))
         return (
             f"prefill {addr} is gone: it refuses connections" if last > since and last - first >= REFUSING_S else None
@@ -54,9 +54,9 @@ class Refusing:
 
 
 def check_rank(addr: str, info: Any) -> None:
-    """Raise ConnectionError for what the bootstrap server at ``addr`` says of a rank, if nobody can listen there.
+    """Check a rank's address as its bootstrap server reports it. Raises ConnectionError.
 
-    For a name ZeroMQ's thread, which answers for this worker's life, would wait for DNS. The engine gives none.
+    A host name is refused: ZeroMQ's thread, which answers heartbeats, would block on DNS. The engine sends addresses.
     """
     host, port = (info.get("rank_ip"), info.get("rank_port")) if isinstance(info, dict) else (None, None)
     if not (isinstance(host, str) and is_address(host) and type(port) is int and 0 < port < 65536):
@@ -64,7 +64,7 @@ def check_rank(addr: str, info: Any) -> None:
 
 
 def forget_heartbeats(manager: Any, addr: str) -> None:
-    """Of a prefill that is gone: the connection over which the engine's heartbeat asks it, and what came of that."""
+    """Drop the engine's heartbeat connection and failure count of an ended prefill."""
     with manager.session_pool_lock:
         session = manager.session_pool.pop(addr, None)
     if session is not None:
@@ -73,13 +73,13 @@ def forget_heartbeats(manager: Any, addr: str) -> None:
 
 
 def fail_lost_prefills(manager: Any) -> None:
-    """Decode: fail the requests of each prefill of which one scheduler is lost. manager: of this decode rank.
+    """Decode: fail the requests of each prefill that has lost a scheduler. manager: of this decode rank.
 
-    The engine asks their bootstrap servers, and takes one for lost after two failures, ten seconds or more; one that
-    was restarted meanwhile it never misses, and what it goes on to send nobody receives.
+    The engine polls bootstrap servers and needs two failures, 10 s or more. It misses a prefill that restarted
+    meanwhile, and goes on to send to nobody.
     """
     lost = manager.peer_sockets.lost().keys()
-    # Keys are a prefill's address and three ranks, with underscores between. A copy in one go: the scheduler makes
+    # Keys: a prefill's address and three ranks, joined by underscores. A copy in one go: the scheduler adds
     # connections.
     for key, infos in dict(manager.connection_pool).items() if lost else ():
         addr = key.rsplit("_", 3)[0]
@@ -91,7 +91,7 @@ def fail_lost_prefills(manager: Any) -> None:
 
 
 class Books(Protocol):
-    """What a prefill rank has of rooms."""
+    """The room tables of a prefill rank."""
 
     rooms: Rooms
     transfer_infos: dict[int, Any]
@@ -102,15 +102,15 @@ class Books(Protocol):
 
 
 class Unclaimed:
-    """What decode has asked for, and of which no request has come here. None may come any more."""
+    """Decode's requests for KV whose own requests have not reached this prefill, and may never."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
 
     def rooms(self) -> list[int]:
-        """Which they are. Takes the rooms' lock, for `AT_ONCE` of what has been asked for at a time."""
+        """Their rooms. Takes the rooms' lock for `AT_ONCE` rooms at a time."""
         books, found = self._books, []
-        # A copy in one go: not all who change it take the lock.
+        # A copy in one go: some writers do not take the lock.
         asked = list(books.transfer_infos)
         for first in range(0, len(asked), AT_ONCE):
             with books.rooms.lock:
@@ -118,7 +118,7 @@ class Unclaimed:
         return found
 
     def drop(self, rooms: Iterable[int], reason: str) -> None:
-        """Who asked for ``rooms`` is gone. Of one whose request is not here, only why it fails is kept."""
+        """Drop ``rooms`` of a lost decode worker; the reason is kept for requests that arrive later."""
         books = self._books
         with books.rooms.lock:
             for room in set(rooms):
@@ -129,10 +129,10 @@ class Unclaimed:
 
 
 class DecodeWatch:
-    """Prefill: fails the requests of a decode rank as soon as ZeroMQ says that it is lost.
+    """Prefill: fails the requests of a decode rank as soon as ZeroMQ reports it lost. Only ranks with the flag.
 
-    In the engine those that it had not asked for wait until a time-out, over NIXL as long as their client does; and the
-    router waits for both workers. Only of ranks that run with the flag.
+    In the engine, requests that it had not asked for wait until a time-out, with NIXL until their client disconnects;
+    and the router waits for both workers.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class DecodeWatch:
         unclaimed: Unclaimed,
         on_lost: Callable[[], None] = lambda: None,
     ):
-        """waiting: decode ranks in which rooms wait, by room. asked: those with the flag that have asked for the KV of
-        a room; called with the rooms' lock. on_lost: called for each that is lost.
+        """waiting: decode ranks in which each room waits. asked: ranks with the flag that have requested a room's KV;
+        called with the rooms' lock. on_lost: called for each lost rank.
         """
         self._peers, self._rooms, self._waiting = peers, rooms, waiting
         self._asked, self._on_lost = asked, on_lost
         self._unclaimed = unclaimed
-        # Decode ranks that have been found to be lost, and have not come back.
+        # Lost decode ranks that have been logged, until they return.
         self._told: set[Endpoint] = set()
 
     def check(self) -> None:
-        """Fail what is lost. Called again and again."""
-        # Over NIXL nobody else connects to it from here, and a firewall may refuse that in its place.
+        """Fail the requests of lost ranks; called periodically."""
+        # Only ranks reached before: with NIXL nothing else connects to them, and a firewall may refuse connections.
         lost = {rank: loss for rank, loss in self._peers.lost().items() if rank in self._peers.reached}
         self._told -= self._peers.connected
         rooms = self._rooms_by_rank() if lost else {}
@@ -164,18 +164,18 @@ class DecodeWatch:
             reason = f"decode {host}:{port} is gone: it refuses connections"
             if not lost[rank].gone:
                 reason = f"decode {host}:{port} has not answered for a while: it stands still, or the way to it is cut"
-            # Not again for each request that comes after that.
+            # Log once per loss, not for each later request.
             if rank not in self._told:
                 self._told.add(rank)
                 logger.error("Decode at %s:%s is lost, and with it %s requests", host, port, len(of_rank))
                 self._on_lost()
             with self._rooms.lock:
-                # Nor may another of its ranks, or another worker, wait for it.
+                # Other ranks or workers may still wait for it.
                 self._unclaimed.drop([room for room in of_rank if {*self._asked(room)} <= lost.keys()], reason)
             self._lose(of_rank, reason)
 
     def _lose(self, rooms: list[int], reason: str) -> None:
-        """Have those of ``rooms`` fail that are here: the decode worker that asked for them, or would, is gone."""
+        """Fail those of ``rooms`` whose requests are here."""
         books = self._rooms
         with books.lock:
             for room in rooms:
@@ -183,21 +183,21 @@ class DecodeWatch:
                     books.give_up(room, reason)
 
     def _rooms_by_rank(self) -> dict[Endpoint, list[int]]:
-        """The live requests that go on, by the decode ranks in which they wait or that have asked for them.
+        """Rooms by the decode ranks in which they wait or that have requested them.
 
-        And what has been asked for whose request has not come here, and may never.
+        Live requests that have not failed, and unclaimed rooms.
         """
         found: dict[Endpoint, list[int]] = {}
         books, asked = self._rooms, self._unclaimed.rooms()
         with books.lock:
             live = list(books.live)
-        # Some may have come since.
+        # Requests may have arrived meanwhile.
         unclaimed = list({*asked}.difference(live))
         for first in range(0, len(live), AT_ONCE):
             with books.lock:
                 for room in live[first : first + AT_ONCE]:
                     sender = books.live.get(room)
-                    # One that has failed stays here while something is still being written for it.
+                    # A failed one stays live while something is still being written for it.
                     if sender is not None and room not in books.refused and not sender.has_failed():
                         for rank in {*self._asked(room), *self._waiting.get(room, ())}:
                             found.setdefault(rank, []).append(room)

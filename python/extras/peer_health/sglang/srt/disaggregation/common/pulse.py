@@ -1,4 +1,4 @@
-"""Whether a prefill worker has stood still: stopped, frozen with its container, or without a core.
+"""Detects stalls of a prefill worker: stopped, frozen with its container, or without a core.
 
 Upstream: none is known.
 """
@@ -8,23 +8,23 @@ from __future__ import annotations
 import math
 import time
 
-# Seconds between two beats that are no standstill.
+# A longer interval between two beats, seconds, is a stall.
 LATE_S = 5.0
-# Seconds after a standstill in which what had waited meanwhile has been read.
+# Seconds after a stall until the messages of that time have been read.
 CATCH_UP_S = 3.0
 
 
 class Pulse:
-    """Beats for as long as the process runs: the thread that looks after peers has it beat."""
+    """Detects stalls by the beats of the monitoring thread."""
 
     def __init__(self) -> None:
-        # By the monotonic clock: the last beat (to come, before there was one), the one before the last standstill (of
-        # several that were not caught up on, the first), and when that will have been caught up on.
+        # Monotonic times. The last beat, infinity before the first; the beat before the last stall (of several without
+        # a full catch-up, the first); and the end of its catch-up.
         self._beat_at = math.inf
         self._stopped_at = self._caught_up_at = 0.0
 
     def beat(self) -> None:
-        """The process runs."""
+        """Note that the process runs."""
         now = time.monotonic()
         if now - self._beat_at > LATE_S:
             if self._beat_at >= self._caught_up_at:
@@ -33,9 +33,9 @@ class Pulse:
         self._beat_at = now
 
     def heard_until(self) -> float:
-        """What was said to this worker before then, by the monotonic clock, has been read: now, or its last standstill.
+        """All messages before this time (monotonic) have been read: now, or the start of the last stall.
 
-        The thread that beats may go on later than who asks.
+        Right after a stall the caller may run before the thread that beats.
         """
         now, beat_at = time.monotonic(), self._beat_at
         if now - beat_at > LATE_S:

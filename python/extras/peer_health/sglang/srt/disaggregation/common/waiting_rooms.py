@@ -1,4 +1,4 @@
-"""What a prefill worker has heard of requests that wait in decode workers.
+"""What decode workers report to prefill about their waiting requests.
 
 Upstream: none is known.
 """
@@ -12,32 +12,32 @@ from collections.abc import Callable
 from sglang.srt.disaggregation.common.rooms import REMEMBERED_ROOMS, Rooms, remember
 from sglang.srt.disaggregation.common.wire import wire_int
 
-# Last frame of decode's message that a request waits there for memory.
+# Last frame of decode's report that a request waits there for memory.
 QUEUED = b"queued"
 
 
 class WaitingRooms(OrderedDict[int, dict[tuple[str, int], float]]):
-    """Decode ranks, host and port, in which a room waits, and when each last said so, by room.
+    """By room: the decode ranks (host and port) in which it waits, and the time of each one's last report.
 
-    The request may come here only later. To be changed under the lock of ``rooms``. The oldest are forgotten.
+    The request itself may reach prefill later. Change it under the lock of ``rooms``. The oldest rooms are removed.
     """
 
     def __init__(self, rooms: Rooms, met: Callable[[str, int], None]):
         """met: called for each decode rank that says so."""
         super().__init__()
         self._rooms, self._met = rooms, met
-        # When a decode worker last asked for KV that does not say so: any room may wait there.
+        # Last request for KV from a decode worker that does not report: any room may wait there.
         self.silent_peer_at = 0.0
 
     def take(self, frames: list[bytes]) -> bool:
-        """Note what a message says, in its frames from the room on; whether it is of this kind. Raises ValueError."""
+        """Note a report, given its frames from the room on; False for other messages. Raises ValueError."""
         if frames[4:] != [QUEUED]:
             return False
         self.note(wire_int(frames[0], "room"), frames[1].decode("ascii"), wire_int(frames[2], "port"))
         return True
 
     def note(self, room: int, host: str, port: int) -> None:
-        """``room`` waits in a decode rank, which will ask for it."""
+        """``room`` waits in a decode rank."""
         with self._rooms.lock:
             self._met(host, port)
             if room not in self._rooms.ended:
@@ -45,10 +45,10 @@ class WaitingRooms(OrderedDict[int, dict[tuple[str, int], float]]):
                 remember(self, room, {**ranks, (host, port): time.monotonic()}, REMEMBERED_ROOMS)
 
     def silent_s(self, room: int, since: float) -> float:
-        """Seconds since a decode rank last said that ``room`` waits in it, or may have it wait unsaid, or ``since``.
+        """Seconds since ``since``, or since the last report that ``room`` waits, whichever is later.
 
-        A decode worker without the flag never says so: it counts when it asks for anything. 0 where no decode worker
-        that would say so has sent a message.
+        A decode worker without the flag never reports; any of its requests for KV counts instead. 0 before the first
+        message of a decode worker that reports.
         """
         if not self._rooms.has_met_flag:
             return 0.0

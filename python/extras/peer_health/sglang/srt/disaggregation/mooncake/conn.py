@@ -1,4 +1,4 @@
-"""Prefill workers over Mooncake that hear of what waits in decode workers, and try those again to which a write failed.
+"""Mooncake on prefill: learns which requests wait on decode, and retries sessions after a failed write.
 
 Upstream: none is known.
 """
@@ -15,16 +15,16 @@ __all__ = ["MooncakeKVManager", "MooncakeKVSender"]
 
 
 class MooncakeKVManager(engine.MooncakeKVManager):
-    """Has `FailedSessions` in the place of the engine's set."""
+    """Replaces the engine's set of failed sessions by `FailedSessions`."""
 
     def __init__(self, *args, **kwargs):
-        """Before the engine's, which starts the threads; it makes its set when these already read messages."""
+        """Creates the set before the engine's threads start: they read messages before the engine makes its own."""
         self.sessions = FailedSessions()
         super().__init__(*args, **kwargs)
         self.failed_sessions = self.sessions
 
     def _check_on_prefill(self, frames: list[bytes]) -> bool:
-        """One that registers anew has had no failures."""
+        """A new registration ends the session's pause."""
         if self.waiting.take(frames):
             return False
         takes = super()._check_on_prefill(frames)
@@ -33,7 +33,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         return takes
 
     def add_transfer_request(self, bootstrap_room: int, *args, **kwargs) -> None:
-        """Decode workers with the flag are tried again from here on, before a write of this chunk may fail."""
+        """Marks decode workers with the flag as retried, before a write of this chunk can fail."""
         for info in list(self.transfer_infos.get(bootstrap_room, {}).values()):
             if info.names_prefix and not info.is_dummy:
                 self.sessions.try_again(info.mooncake_session_id)
@@ -41,10 +41,10 @@ class MooncakeKVManager(engine.MooncakeKVManager):
 
 
 class MooncakeKVSender(engine.MooncakeKVSender):
-    """Mooncake sender that waits for as long as decode says that its request waits there."""
+    """Waits for as long as decode reports that the request waits there."""
 
     def poll(self) -> KVPoll:
-        """The engine's time-out counts from when decode last said so."""
+        """Counts the engine's time-out from decode's last report."""
         waiting = self.kv_mgr.waiting
         if self.bootstrap_room in waiting and self.conclude_state is None and self.init_time is not None:
             unheard = waiting.silent_s(self.bootstrap_room, self.made_at)

@@ -1,4 +1,4 @@
-"""Prefill workers over NIXL that hear of what waits in decode workers.
+"""NIXL on prefill: learns which requests wait on decode.
 
 Upstream: none is known.
 """
@@ -14,14 +14,14 @@ __all__ = ["NixlKVManager"]
 
 
 class NixlKVManager(engine.NixlKVManager):
-    """Knows which of its rooms wait in decode workers."""
+    """Takes decode's reports of waiting requests."""
 
     def _on_message(self, frames: list[bytes]) -> None:
         if frames[0] != engine.GUARD or not self.waiting.take(frames[1:]):
             super()._on_message(frames)
 
     def heard_until(self, info: Any) -> float:
-        """A decode worker without the flag has spoken, too."""
+        """Notes requests of decode workers without the flag, which send no reports."""
         if not info.names_prefix:
             self.waiting.silent_peer_at = time.monotonic()
         return super().heard_until(info)

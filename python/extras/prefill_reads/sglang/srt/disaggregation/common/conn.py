@@ -1,4 +1,4 @@
-"""Offers on the wire: decode says which pages prefill may read, prefill that it reads and what it makes of offers.
+"""Offers on the wire: decode names pages, prefill announces that it reads and checks offers.
 
 Upstream: none is known; vLLM lets prefill pull KV from decode (vllm-project/vllm#32553).
 """
@@ -24,19 +24,19 @@ prefill_peers.listen_for(READS)
 
 
 class CommonKVManager(engine.CommonKVManager):
-    """Counts requests that read among those that are here."""
+    """Counts reading requests as live."""
 
     room_books = (*engine.CommonKVManager.room_books, "reads")
 
 
 class CommonKVSender(engine.CommonKVSender):
-    """Begins when what its request may read from decode has been read."""
+    """Waits until its request's read has ended."""
 
-    # What is read from decode before it begins, if that may be; see decode_reads.py.
+    # The read before it begins, if any; see decode_reads.py.
     reading: Any = None
 
     def accept_decode_prefix(self) -> bool:
-        """Adds that what decode offers must be its prefix."""
+        """Refuses offers that do not match decode's prefix."""
         accepted = self.state.phase >= Phase.ACCEPTED
         if not super().accept_decode_prefix():
             return False
@@ -46,27 +46,26 @@ class CommonKVSender(engine.CommonKVSender):
         return wrong is None
 
     def poll_asked(self) -> int:
-        """How far what is read for it is."""
+        """The read's progress."""
         if self.reading is None:
             return super().poll_asked()
         polled = self.reading.poll(self.state.asked)
-        # Asked after it: this worker may have stood still meanwhile, and decode have given its pages away.
+        # Checked after the poll: decode may have failed the request and freed its pages during a stall of this worker.
         return polled if self.failure_reason() is None else KVPoll.Bootstrapping
 
 
 class CommonKVReceiver(engine.CommonKVReceiver):
-    """Knows what its request offers."""
+    """Keeps its request's offer."""
 
-    # Pages, int32, of the prefix that prefill may read; they stay locked while the request is here.
+    # Pages, int32, that prefill may read; locked while the request is live.
     offered: npt.NDArray[np.int32] | None = None
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Says whether its prefill reads."""
+    """Announces that its prefill reads, with the fewest tokens."""
 
     async def _capabilities(self) -> dict[str, Any]:
-        """Adds from how many tokens on it does."""
         answer = await super()._capabilities()
-        # Of the process that the server is part of.
+        # Arguments of the server's process.
         reads = getattr(server_args._global_server_args, "disaggregation_prefill_read_decode", None)
         return answer if reads is None else answer | {READS: reads}

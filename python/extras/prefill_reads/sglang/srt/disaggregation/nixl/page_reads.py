@@ -1,6 +1,6 @@
-"""Reads of whole pages of KV out of a decode rank's memory, over NIXL.
+"""Reads whole KV pages from a decode rank's memory over NIXL.
 
-Decode's memory is registered and its agent known since its handshake, for prefill's writes; a read takes nothing more.
+Decode's memory and agent are registered since the handshake, for prefill's writes; reads need nothing more.
 
 Upstream: none is known.
 """
@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 __all__ = ["PageReads", "PostedRead"]
 
-# Regions, which are runs of pages times buffers. NIXL takes 2.3 us for each on the thread that posts, the scheduler's,
-# which the reads of a turn may hold up as a chunk of a prompt does and no longer.
+# Regions per turn: page runs times buffers. NIXL takes 2.3 us for each on the scheduler's thread; the bound keeps this
+# below the time of one prefill chunk.
 MOST_REGIONS = 65536
 
 
 class PostedRead:
-    """A read that has been posted. It may write to its pages as long as its state is ``PROC``."""
+    """A posted read. It may write to its pages while its state is ``PROC``."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle, self._state = agent, handle, "PROC"
 
     def state(self) -> str:
-        """``PROC``, ``DONE`` or ``ERR``. NIXL raises for one whose peer is lost."""
+        """``PROC``, ``DONE`` or ``ERR``. NIXL raises if the peer is lost: ``ERR``."""
         if self._state == "PROC":
             try:
                 self._state = self._agent.check_xfer_state(self._handle)
@@ -38,29 +38,29 @@ class PostedRead:
         return self._state
 
     def release(self) -> None:
-        """Give its handle back; of one that could not be posted in full, NIXL ends the rest."""
+        """Release its handle; NIXL cancels a partly posted read."""
         handle, self._handle = self._handle, None
         try:
             self._agent.release_xfer_handle(handle)
         except Exception:
-            # Of one that has failed NIXL may keep it.
+            # NIXL may keep the handle of a failed read.
             return
 
 
 class PageReads:
     """Reads pages for one prefill rank.
 
-    agent: NIXL's. kv_args: the engine's, of this rank. peers: what decode ranks have registered, by agents' names.
-    tp_size: ranks that share the heads here.
+    agent: NIXL's. kv_args: the engine's, of this rank. peers: decode ranks' registrations by agent name. tp_size: of
+    this worker.
     """
 
     def __init__(self, agent: Any, kv_args: Any, peers: Mapping[str, Any], tp_size: int) -> None:
         self._agent, self._kv_args, self._peers, self._tp_size = agent, kv_args, peers, tp_size
-        # Regions, in this turn.
+        # Regions in this turn.
         self._posted = 0
 
     def fits(self, agent_name: str) -> bool:
-        """Whether a page of that decode rank is as a page here, so that it can be read as it is."""
+        """Whether that decode rank's pages have this rank's layout."""
         peer, own = self._peers.get(agent_name), self._kv_args
         return (
             peer is not None
@@ -70,13 +70,13 @@ class PageReads:
         )
 
     def begin_turn(self) -> None:
-        """What is posted from here on is of another turn of the scheduler's loop."""
+        """A new turn of the scheduler's loop."""
         self._posted = 0
 
     def post(self, agent_name: str, theirs: npt.NDArray[np.int32], ours: npt.NDArray[np.int32]) -> PostedRead | None:
-        """Begin to read pages ``theirs`` into pages ``ours``, of which there are as many.
+        """Begin to read pages ``theirs`` into as many pages ``ours``.
 
-        None if so much has been posted in this turn that it has to wait for another. Raises what NIXL raises.
+        None if this turn's regions are used up. Raises NIXL's errors.
         """
         peer, own = self._peers[agent_name], self._kv_args
         cuts = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(ours) != 1)) + 1
@@ -99,7 +99,7 @@ class PageReads:
 
         into = regions(own.kv_data_ptrs, ours, own.gpu_id)
         out_of = regions(peer.dst_kv_ptrs, theirs, peer.gpu_id)
-        # Decode is told nothing: it waits for what prefill writes.
+        # No notification: decode waits for prefill's writes.
         handle = self._agent.initialize_xfer("READ", into, out_of, agent_name, b"")
         if not handle:
             raise RuntimeError("NIXL made no transfer")

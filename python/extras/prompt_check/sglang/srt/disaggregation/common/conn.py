@@ -1,4 +1,4 @@
-"""Prefill compares decode's prompt with its own, where decode says more of it than its length.
+"""Prefill compares decode's digest of the prompt with its own.
 
 Upstream: none is known.
 """
@@ -16,15 +16,15 @@ __all__ = ["CommonKVSender"]
 
 
 class CommonKVSender(engine.CommonKVSender):
-    """Knows its own prompt."""
+    """Compares prompts."""
 
-    # Its `prompt_digests`.
+    # Returns its `prompt_digests`.
     own_prompt: Callable[[], bytes]
-    # Whether decode has said that it has other images.
+    # Whether decode's images differ.
     other_images: bool = False
 
     def check_said(self, said: set[bytes]) -> None:
-        """Adds `prompt_digests`."""
+        """Adds the comparison of `prompt_digests`."""
         digests = {one for one in said if len(one) != LENGTH_SIZE}
         super().check_said(said - digests)
         if not digests:

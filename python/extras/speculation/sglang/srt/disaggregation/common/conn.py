@@ -1,4 +1,4 @@
-"""Workers of a pair say what they draft with, and compare it.
+"""Exchange of speculation settings between the workers of a pair.
 
 Upstream: none is known.
 """
@@ -19,12 +19,12 @@ check_with(check_drafts)
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
-    """Says what its prefill drafts with."""
+    """Announces what its prefill drafts with."""
 
     async def _capabilities(self) -> dict[str, Any]:
         """Adds the algorithm and the draft model, if any."""
         answer = await super()._capabilities()
-        # Of the process that the server is part of.
+        # Arguments of the server's process.
         args = server_args._global_server_args
         drafts = getattr(args, "speculative_algorithm", None)
         draft_model = await asyncio.to_thread(describe_draft, args) if drafts else ""

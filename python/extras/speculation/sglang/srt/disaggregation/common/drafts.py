@@ -1,8 +1,8 @@
-"""What the draft models of a pair have to have in common, beyond the algorithm.
+"""Checks that the draft models of a pair match.
 
-Prefill sends the draft's KV, and the tokens it proposes first, by the draft's own numbers for them. A draft with other
-heads or layers would have its pages written over what lies beside them, and one with more tokens propose some that
-decode's does not know. Weights are not compared: with others, fewer drafts are accepted.
+Prefill sends the draft's KV and its first proposed tokens, as token ids of the draft. A draft with other heads or
+layers would overwrite neighbouring memory, and one with a larger vocabulary propose tokens that decode's does not know.
+Weights are not compared: other weights only lower the accept length.
 
 Upstream: none is known that compares the drafts of two workers.
 """
@@ -32,10 +32,9 @@ _SIZES = (
 
 
 def describe_draft(server_args: Any) -> str:
-    """Architecture and sizes of the draft model, or that it is in the model.
+    """Architecture and sizes of the draft model, or "the model's own".
 
-    "" without speculation, and where the configuration cannot be read. It may be read from far away: not for an event
-    loop.
+    "" without speculation, or if the configuration cannot be read. May download it: not for an event loop.
     """
     path = getattr(server_args, "speculative_draft_model_path", None)
     if getattr(server_args, "speculative_algorithm", None) is None:
@@ -45,7 +44,7 @@ def describe_draft(server_args: Any) -> str:
     try:
         return _describe(path, server_args.trust_remote_code, server_args.speculative_draft_model_revision)
     except Exception as e:
-        # The engine could load it; what it is like is then not compared.
+        # The engine could load the model; only this check is skipped.
         logger.warning("The configuration of the draft model %s is not compared with the peer's: %r", path, e)
         return ""
 
@@ -59,13 +58,13 @@ def _describe(path: str, trust_remote_code: bool, revision: str | None) -> str:
 
 
 def check_drafts(answer: Mapping[str, Any], server_args: Any) -> None:
-    """Raise ValueError where a prefill and this worker do not speculate alike, which asking again does not mend."""
+    """Raise ValueError if prefill and this worker speculate differently; a retry does not help."""
     if not int(answer["version"]):
         return
     drafts, draft_model = str(answer.get("drafts") or ""), str(answer.get("draft_model") or "")
     own = getattr(server_args, "speculative_algorithm", None) or ""
     if drafts != own:
-        # Its pages would have no KV of this worker's draft model, and the tree would keep that.
+        # Its pages would lack KV of this worker's draft model, also in the tree.
         raise ValueError(
             f"it speculates with {drafts or 'nothing'} and this decode worker with {own or 'nothing'}. "
             "Give both the same --speculative-algorithm and draft model"
