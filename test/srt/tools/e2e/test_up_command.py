@@ -162,16 +162,6 @@ def test_chat_goes_through_and_ctrl_c_leaves_nothing(model, backend, tmp_path, c
     assert processes_of(tmp_path / "logs") == []
 
 
-@pytest.mark.thorough  # By stand-ins, test_up.py has it.
-def test_refused_option_is_shown_with_its_reason(model, tmp_path):
-    process = start_up(model, tmp_path, "--decode-args", "--load-balance-method nonsense")
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 1
-    message = err[err.index("pd-radix: decode-0 exited with code") :]
-    assert "nonsense" in message.splitlines()[0] and "decode-0.log" in message
-    assert processes_of(tmp_path / "logs") == []
-
-
 @pytest.mark.thorough  # test_mooncake_host.py has what is said.
 def test_missing_mooncake_library_is_explained(model, tmp_path, monkeypatch):
     """The servers find a Mooncake that does not load, as on a host without its system libraries."""

@@ -12,20 +12,13 @@ import pytest
 import requests
 import torch
 from e2e_fixtures import aggregated_answers
+from oracle_of_all import *  # noqa: F403
 from pd import CHUNK, FLAG, TP2, Pair, base_prompt, conversations, counter, log_of
 from test_host_tier import HOST, SMALL, check
 from test_oracle import (  # noqa: F401
-    off,
-    on,
-    test_abort_at_every_stage,
-    test_conversations_through_the_router,
-    test_conversations_with_the_flag,
-    test_conversations_without_the_flag,
-    test_every_hit_length,
     test_extra_key_keeps_prefixes_apart,
     test_flush_forgets_everything,
     test_health_checks_leave_nothing,
-    test_many_clients_with_one_new_prefix,
     test_pause_and_continue,
     test_weight_update_leaves_no_stale_kv,
 )

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import pytest
 from e2e_fixtures import aggregated_answers
+from oracle_of_all import *  # noqa: F403
 from pd import FLAG, LOCAL, TP2, Pair, base_prompt, check_tp_pair, conversations, counter, log_of, tp_cluster
 from test_dp_attention import BY_PREFIX, DP2, Ranked, check_ranks
 from test_oracle import (  # noqa: F401
-    off,
-    on,
-    test_abort_at_every_stage,
     test_conversations_as_by_default,
-    test_conversations_through_the_router,
-    test_conversations_with_the_flag,
-    test_conversations_without_the_flag,
-    test_every_hit_length,
     test_flush_forgets_everything,
-    test_many_clients_with_one_new_prefix,
 )
 from test_small_pool import HOST
 

@@ -12,18 +12,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import requests
 from e2e_fixtures import aggregated_answers
+from oracle_of_all import *  # noqa: F403
 from pd import FLAG, TP2, Pair, base_prompt, conversations, counter, log_of, words
 from test_oracle import (  # noqa: F401
-    off,
-    on,
     test_a_cold_herd_is_computed_and_sent_once,
-    test_abort_at_every_stage,
-    test_conversations_through_the_router,
-    test_conversations_with_the_flag,
-    test_conversations_without_the_flag,
-    test_every_hit_length,
     test_health_checks_leave_nothing,
-    test_many_clients_with_one_new_prefix,
     test_samples_of_a_prompt,
     test_weight_update_leaves_no_stale_kv,
 )
