@@ -51,7 +51,7 @@ def left_behind(name: str, pool: Mapping[str, Any]) -> list[str]:
 def held_at_rest(name: str, pools: Sequence[Mapping[str, Any]]) -> list[str]:
     """What all ranks of an idle worker hold and should not. Every worker here tells of its pools."""
     if not pools:
-        return [f"{name} tells nothing of its KV pool"]
+        return [f"{name} does not report its KV pool"]
     return [problem for pool in pools for problem in left_behind(name, pool)]
 
 

@@ -237,7 +237,7 @@ def _held(
 def judge(found: Found) -> None:
     """Compare sent and counted tokens with what they have to be."""
     if not found.entry["page_bytes"] > 0:
-        found.failures.append("with the flag off no KV bytes were counted, so nothing can be said of those with it on")
+        found.failures.append("with the flag off no KV bytes were counted, so those with it on cannot be judged")
         return
     if found.total("off", "reused_tokens"):
         found.failures.append("with the flag off, decode reused part of a prompt")

@@ -108,18 +108,18 @@ def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], e
     kind = ours[0].get("worker_type")
     if not any(worker.get("worker_type") == kind and _serves(worker) for worker in known if worker not in ours):
         raise PdRadixError(f"{url} is the last {kind} worker of {gateway}: start another one first")
-    said = "has said that it lets go"
+    said = "confirmed the removal"
     with local_session() as session:
         for worker in ours:
             try:
                 reply = session.delete(f"{base_url(gateway)}/workers/{worker['id']}", timeout=TIMEOUT_S)
             except requests.RequestException as error:
                 # The list shows whether the request arrived.
-                said = f"was asked to let go and did not answer ({error})"
+                said = f"did not answer the request for removal ({error})"
                 continue
             if not reply.ok:
                 refused = f"{status_text(reply.status_code)} {printable(reply.text[:200])}"
-                raise PdRadixError(f"{gateway} does not let go of {url}: {refused}")
+                raise PdRadixError(f"{gateway} does not remove {url}: {refused}")
     began = time.monotonic()
     until = min(began + LET_GO_S, deadline)
     while any(other["url"] == url and _serves(other) for other in _known(gateway, until, say)):

@@ -49,7 +49,7 @@ def places_of(url: str, meta: dict[str, Any], name: str, count: int) -> list[Any
     """
     places = meta.get(name) or []
     if not places:
-        raise PdRadixError(f"{url}/generate told no log-probabilities ({name}): see the logs of router and workers")
+        raise PdRadixError(f"{url}/generate returned no log-probabilities ({name}): see the logs of router and workers")
     if len(places) != count:
         raise PdRadixError(f"{url}/generate answered with {len(places)} tokens, and {count} were asked for")
     return places
@@ -80,11 +80,11 @@ def score(url: str, prompt: Sequence[int], answer: Sequence[int], top: int = 0, 
     if tokens != tuple(answer):
         raise PdRadixError(
             f"{url}/generate scored {len(tokens)} tokens, which are not the {len(answer)} it was given: a router that "
-            "does not hand on what prefill says of the prompt cannot be used for this"
+            "does not pass on prefill's log-probabilities of the prompt cannot be used"
         )
     places = likeliest(meta.get("input_top_logprobs"), 1) if top else ()
     if top and len(places) != len(tokens):
-        raise PdRadixError(f"{url}/generate told nothing of the likeliest tokens: ask a prefill worker for them, alone")
+        raise PdRadixError(f"{url}/generate returned no likeliest tokens: ask a prefill worker directly")
     return Answer(tokens, tuple(logprob for logprob, *_ in told), places)
 
 

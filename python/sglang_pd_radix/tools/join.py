@@ -85,7 +85,7 @@ def describe(url: str, deadline: float) -> dict[str, Any]:
     if mode == "prefill":
         worker["bootstrap_port"] = info.get("disaggregation_bootstrap_port")
         if not isinstance(worker["bootstrap_port"], int):
-            raise PdRadixError(f"{url} does not tell its --disaggregation-bootstrap-port: is it of another version?")
+            raise PdRadixError(f"{url} does not report its --disaggregation-bootstrap-port: is it of another version?")
     return worker
 
 

@@ -208,7 +208,7 @@ def _pools_told(counts_pages: dict[str, bool]) -> str:
         ", ".join(name for name, told in counts_pages.items() if told is wanted) for wanted in (True, False)
     )
     rest = (
-        f"; {partly} tells nothing of its pages (several kinds of KV, or host memory), so only rows and buffers were "
+        f"; {partly} does not report its pages (several kinds of KV, or host memory), so only rows and buffers were "
         "looked at there"
     )
     return f"after each part every page was free or in the tree, and no lock was left, on {whole or 'no worker'}" + (
@@ -315,7 +315,7 @@ def _measure(
         f"in small, one run, on over off: requests/s {ratios['requests_per_s']:.2f}, "
         f"TTFT p50 {ratios['ttft_p50_s']:.2f}, ITL mean {ratios['itl_mean_s']:.2f}, KV sent {ratios['sent_bytes']:.2f} "
         f"({over_least:.3f} times the lower bound); {workload.requests - different} of {workload.requests} answers "
-        f"are the same{'' if exact else ' (told, not judged: rounding parts answers, see above)'}"
+        f"are the same{'' if exact else ' (not judged: rounding parts answers, see above)'}"
     )
     # What decode computes is not sent.
     least = 0.0 if b.get("computed_tokens") else LEAST_OVER_LEAST

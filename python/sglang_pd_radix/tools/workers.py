@@ -69,7 +69,7 @@ def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[
     if not pool.get("idle", True):
         return [f"{name} is not idle although every answer is complete: {dict(pool)}"]
     if missing:
-        return [f"{name} does not tell its {' and '.join(missing)}"]
+        return [f"{name} does not report its {' and '.join(missing)}"]
     wrong = []
     lost = pool["size"] - pool["available"] - pool["evictable"] - pool["protected"] if of_kv else 0
     if lost > 0:
@@ -77,7 +77,7 @@ def pool_problems(name: str, pool: Mapping[str, Any], keeps_tree: bool) -> list[
     elif lost < 0:
         wrong.append(f"{name}: {-lost} tokens of KV are free twice, or free and in the tree")
     if pool.get("protected"):
-        wrong.append(f"{name}: {pool['protected']} tokens of KV are locked and nobody uses them")
+        wrong.append(f"{name}: {pool['protected']} tokens of KV are locked without a user")
     if pool.get("locks_taken") != pool.get("locks_released"):
         wrong.append(f"{name}: {pool['locks_taken']} locks were taken and {pool['locks_released']} released")
     for what, each in (("rows of the table", "req_slots"), ("metadata buffers", "metadata_buffers")):
@@ -137,7 +137,7 @@ def idle_pools(url: str) -> list[dict[str, Any]]:
 def problems_of(name: str, pools: Sequence[dict[str, Any]], keeps_tree: bool) -> list[str]:
     """Leaks in the pools of one worker; with ``keeps_tree`` it has to report them."""
     if keeps_tree and not pools:
-        return [f"{name} tells nothing of its KV pool"]
+        return [f"{name} does not report its KV pool"]
     return [problem for pool in pools for problem in pool_problems(name, pool, keeps_tree)]
 
 

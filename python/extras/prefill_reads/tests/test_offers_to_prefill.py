@@ -216,7 +216,7 @@ def test_the_message_has_an_offer_where_there_is_one(dummy: bool, offered: bool)
 @pytest.mark.parametrize(
     ("tail", "why"),
     [
-        ((OFFER, b"0", b"\0\0\0"), "no int32"),
+        ((OFFER, b"0", b"\0\0\0"), "not int32"),
         ((OFFER, b"x", b""), "weights is not a number"),
         ((OFFER, b"-1", b""), "below 0"),
         ((OFFER, b"0", np.array([-1], dtype=np.int32).tobytes()), "below 0"),

@@ -81,7 +81,7 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
         hold_up(prefill, monkeypatch, late, gate)
         served = asyncio.ensure_future(answers(prefill, body(port=server)))
         await until(lambda: prefill.send_to_scheduler.requests, served)
-        with pytest.raises(ValueError if stream else HTTPException, match=r"cannot be told of samples"):
+        with pytest.raises(ValueError if stream else HTTPException, match=r"cannot be notified of samples"):
             await ask(decode)
         if late:
             await until(lambda: len(prefill.send_to_scheduler.requests) == 7, served)
@@ -93,7 +93,7 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
         # As its scheduler does. One sample is enough.
         told = [one for one in prefill.send_to_scheduler.got if isinstance(one, refusal.RefusedReq)]
         prefill.answer(waiting[0], finish_reason={"type": "abort", "status_code": 400, "message": told[0].reason})
-        with pytest.raises(ValueError, match="cannot be told of samples"):
+        with pytest.raises(ValueError, match="cannot be notified of samples"):
             await served
         assert {one.rid for one in waiting[1:]} <= {*prefill.send_to_scheduler.aborts}
         # No room twice.
@@ -125,7 +125,7 @@ def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refuse
         gate.set()
         expected = {11, 12, *samples_front.ROOMS}
         await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
-        with pytest.raises(ValueError, match="cannot be told of samples"):
+        with pytest.raises(ValueError, match="cannot be notified of samples"):
             await answers(prefill, body(port=server))
         assert not prefill.send_to_scheduler.requests and not prefill.rid_to_state
 

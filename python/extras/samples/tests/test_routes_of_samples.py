@@ -31,7 +31,7 @@ def test_a_stream_of_samples_says_why_prefill_cannot_be_told(client):
     status, said = ask(client(True), "/generate", {**asked, "stream": True})
     error, done, rest = said.split("\n\n")
     assert status == 200 and (done, rest) == ("data: [DONE]", "")
-    assert "cannot be told of samples" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert "cannot be notified of samples" in json.loads(error.removeprefix("data: "))["error"]["message"]
 
 
 def test_other_streams_answer_500_where_prefill_cannot_be_told(monkeypatch):
@@ -48,7 +48,7 @@ def test_other_streams_answer_500_where_prefill_cannot_be_told(monkeypatch):
     request = ChatCompletionRequest(model="m", messages=MESSAGES, stream=True, n=3)
     scope = {"endpoint": http_server.openai_v1_chat_completions}
     reply = asyncio.run(chat.handle_request(request, SimpleNamespace(scope=scope)))
-    assert reply.status_code == 500 and b"cannot be told of samples" in reply.body
+    assert reply.status_code == 500 and b"cannot be notified of samples" in reply.body
 
 
 @pytest.mark.parametrize("stream", [False, True])

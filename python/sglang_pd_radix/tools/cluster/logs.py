@@ -82,7 +82,7 @@ def obituary(name: str, code: int, log_path: Path) -> str:
     if reason:
         message += f": {reason}"
     elif code == -signal.SIGKILL:
-        message += "; if nobody did that, the machine ran out of memory"
+        message += "; if not by hand, the machine ran out of memory"
     if not lines:
         return f"{message}; its log {log_path} is empty"
     if reason and ": error: " in reason:

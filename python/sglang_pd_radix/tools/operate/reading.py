@@ -24,7 +24,7 @@ TIMEOUT_S = 5.0
 CONNECT_S = 1.5
 # Errors of a worker: no answer; and, for a PD worker, an answer without requests.
 SILENT = "does not answer"
-UNTOLD = "does not tell its requests: without this package, or with an older one"
+UNTOLD = "does not report its requests: without this package, or with an older one"
 # Suffix of DP ranks behind a worker's address, from a gateway with --dp-aware.
 _RANK = re.compile(r"@\d+$")
 # Valid URLs. An IPv6 address needs brackets, which separate it from the port.

@@ -173,13 +173,13 @@ class Judge:
     def judge_noise(self, verdict: Verdict) -> None:
         """Check that rounding is small enough to detect faults."""
         part = verdict.part("rounding")
-        part.lines.append("small enough to be told from a fault, by what decode without a cache does")
+        part.lines.append("small enough to detect faults, as measured on decode without a cache")
         if self.answers.unjudgeable:
             part.unknown.append(self.answers.unjudgeable)
         if self.kv_noise is not None and not self.kv_noise <= self.kv_limit:
             part.unknown.append(
                 f"KV that decode got without any cache differs by {self.kv_noise:.2g} of its size from what prefill "
-                f"computes for the same tokens; above {self.kv_limit:.2g} a fault cannot be told from rounding"
+                f"computes for the same tokens; above {self.kv_limit:.2g} a fault looks like rounding"
             )
 
     def judge(self, verdict: Verdict, found: Sequence[Found], what: str, same: int) -> None:

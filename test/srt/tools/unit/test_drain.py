@@ -304,7 +304,7 @@ def test_a_worker_that_nobody_knows_and_one_that_is_gone(found, capsys):
     )
     gateway.on_delete = lambda path: 500
     assert drained(gateway, worker) == 1
-    assert "does not let go" in capsys.readouterr().err
+    assert "does not remove" in capsys.readouterr().err
 
 
 def test_a_gateway_that_refuses_connections_is_told_of_at_once(monkeypatch, capsys):
@@ -351,14 +351,14 @@ def test_a_gateway_that_hangs_up_is_believed_by_its_list(found, capsys, monkeypa
     gateway.on_delete = lambda path: int("no")
     assert drained(gateway, other) == 1
     said = capsys.readouterr().err
-    assert "was asked to let go and did not answer" in said and "still uses it" in said and "Traceback" not in said
+    assert "did not answer the request for removal" in said and "still uses it" in said and "Traceback" not in said
 
 
 def test_a_gateway_that_asks_for_a_key_says_which(found, capsys):
     gateway, _, worker, _ = found
     gateway.on_delete = lambda path: 401
     assert drained(gateway, worker) == 1
-    assert "does not let go" in (said := capsys.readouterr().err) and "SGLANG_PD_RADIX_API_KEY" in said
+    assert "does not remove" in (said := capsys.readouterr().err) and "SGLANG_PD_RADIX_API_KEY" in said
 
 
 def test_something_else_that_answers_is_no_worker(found, capsys):

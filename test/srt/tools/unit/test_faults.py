@@ -332,7 +332,7 @@ def test_a_sound_pool():
 @pytest.mark.parametrize("missing", ["audit", "locks_taken", "locks_released"])
 def test_a_decode_worker_that_does_not_tell_of_its_tree(missing):
     told = {key: value for key, value in SOUND.items() if key != missing}
-    assert judge.left_behind("decode-1", told) == [f"decode-1 does not tell its {missing}"]
+    assert judge.left_behind("decode-1", told) == [f"decode-1 does not report its {missing}"]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_who_tells_of_no_pool_has_let_go_of_nothing_that_is_known():
     assert judge.held_at_rest("decode-0", [SOUND]) == []
     assert judge.held_at_rest("decode-0", [SOUND, SOUND | {"available": 59, "dp_rank": 1}]) != []
     for name in ("decode-0", "prefill-1"):
-        assert judge.held_at_rest(name, []) == [f"{name} tells nothing of its KV pool"]
+        assert judge.held_at_rest(name, []) == [f"{name} does not report its KV pool"]
 
 
 def test_what_a_process_keeps():

@@ -152,7 +152,7 @@ def test_a_worker_that_never_tells_what_it_is(found, monkeypatch, capsys):
     says(worker, "prefill")
     monkeypatch.setattr(join, "TIMEOUT_S", 5)
     assert joined(gateway, worker) == 1
-    assert "does not tell its --disaggregation-bootstrap-port" in capsys.readouterr().err and not gateway.asked
+    assert "does not report its --disaggregation-bootstrap-port" in capsys.readouterr().err and not gateway.asked
 
 
 def test_a_gateway_that_cannot_be_one_is_told_before_anything_is_waited_for(monkeypatch, capsys):

@@ -597,7 +597,7 @@ def test_the_report_says_of_which_workers_the_pages_were_counted(monkeypatch, tm
     off, on = made.variants
     assert made.problems(off) == made.problems(on) == []
     line = verify._pools_told(made.counts_pages)
-    assert "no lock was left, on decode-0, decode-1;" in line and "prefill-0 tells nothing of its pages" in line
+    assert "no lock was left, on decode-0, decode-1;" in line and "prefill-0 does not report its pages" in line
     pools["prefill-0"] = sound | pages
     assert made.problems(on) == []
     assert verify._pools_told(made.counts_pages).endswith("no lock was left, on prefill-0, decode-0, decode-1")

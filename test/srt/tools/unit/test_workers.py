@@ -53,7 +53,7 @@ def test_what_is_not_told_of_is_not_sound(missing: str) -> None:
     # Prefill and a decode worker without the flag have neither locks nor an audit.
     assert workers.pool_problems("prefill-0", PLAIN, False) == []
     del pool[missing]
-    assert workers.pool_problems("decode-0", pool, True) == [f"decode-0 does not tell its {missing}"]
+    assert workers.pool_problems("decode-0", pool, True) == [f"decode-0 does not report its {missing}"]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_a_pool_of_several_kinds_is_judged_by_its_rows_and_buffers() -> None:
     (problem,) = workers.pool_problems("prefill-0", pool | {"idle": False}, False)
     assert "not idle" in problem
     (problem,) = workers.pool_problems("decode-0", pool | {"locks_taken": 0, "locks_released": 0, "audit": []}, True)
-    assert problem == "decode-0 does not tell its size and available and evictable and protected"
+    assert problem == "decode-0 does not report its size and available and evictable and protected"
     # Half of them is none of the two.
     (problem,) = workers.pool_problems("prefill-0", pool | {"size": 64}, False)
-    assert problem == "prefill-0 does not tell its available and evictable and protected"
+    assert problem == "prefill-0 does not report its available and evictable and protected"
 
 
 def test_a_worker_that_does_not_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_worker_that_does_not_count_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_worker_of_an_earlier_version_may_tell_of_no_pool() -> None:
     """As a prefill worker of a hybrid model. One with the flag always tells, or nothing would be judged."""
-    assert workers.problems_of("decode-0", [], True) == ["decode-0 tells nothing of its KV pool"]
+    assert workers.problems_of("decode-0", [], True) == ["decode-0 does not report its KV pool"]
     assert not workers.problems_of("prefill-0", [], False)
 
 

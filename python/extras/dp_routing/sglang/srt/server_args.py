@@ -33,6 +33,5 @@ class ServerArgs(engine.ServerArgs):
         super()._handle_load_balance_method()
         if self.load_balance_method == LONGEST_PREFIX and not self.disaggregation_decode_enable_radix_cache:
             raise ValueError(
-                f"--load-balance-method {LONGEST_PREFIX} is for decode workers with {FLAG}, which this one has not. "
-                "Add it, or use round_robin."
+                f"--load-balance-method {LONGEST_PREFIX} needs {FLAG} on a decode worker. Add it, or use round_robin."
             )

@@ -256,7 +256,7 @@ class DecodeReads:
             read.posted = self._reader.post(read.source.agent_name, read.source.pages[first:], ours)
             read.posted_at = time.monotonic()
         except Exception as e:
-            logger.warning("Request %s: nothing is read from decode: %r", read.req.rid, e)
+            logger.warning("Request %s: its read from decode failed: %r", read.req.rid, e)
             read.failed = True
 
     # ---- all ranks, in the same step ----
@@ -403,5 +403,5 @@ def make_reads(scheduler: Any, manager: Any) -> DecodeReads | None:
     )
     reads.promised = lambda: 0 if scheduler.chunked_req is None else len(scheduler.chunked_req.origin_input_ids)
     manager.reads = reads
-    logger.info("Prefill reads KV that it lacks from decode, where that is %d tokens or more.", least)
+    logger.info("Prefill reads missing KV from decode, from %d tokens on.", least)
     return reads

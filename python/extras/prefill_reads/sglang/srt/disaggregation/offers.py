@@ -55,7 +55,7 @@ def write_offer(receiver: Any, kv_indices: npt.NDArray[np.int32]) -> list[bytes]
 def read_offer(frames: list[bytes]) -> Offer:
     """Parses an offer. Raises ValueError."""
     if len(frames[1]) % 4:
-        raise ValueError(f"the pages that it offers are no int32: {len(frames[1])} bytes")
+        raise ValueError(f"its offered pages are not int32: {len(frames[1])} bytes")
     offer = Offer(np.frombuffer(frames[1], dtype=np.int32), wire_int(frames[0], "weights"))
     if offer.weights < 0 or (offer.pages < 0).any():
         raise ValueError("it offers pages, or a number of its weights, below 0")

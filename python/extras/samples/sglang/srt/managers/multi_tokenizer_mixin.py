@@ -25,6 +25,6 @@ class MultiTokenizerRouter(engine.MultiTokenizerRouter):
 
 def _refuse_samples(rooms: list[int], derivation: int) -> None:
     raise ValueError(
-        "n must be 1: this prefill has several tokenizer processes, and cannot tell them of samples. "
+        "n must be 1: this prefill has several tokenizer processes, which cannot share rooms of samples. "
         "Start it without --tokenizer-worker-num, or send the request n times."
     )

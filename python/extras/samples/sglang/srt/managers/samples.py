@@ -164,7 +164,7 @@ class PrefillUnreachable(HTTPException):
     """A prefill does not answer. It may have received the announcement all the same, and wait."""
 
     def __init__(self, addr: str, why: Any) -> None:
-        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, f"prefill {addr} cannot be told of samples: {why}")
+        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, f"prefill {addr} cannot be notified of samples: {why}")
 
 
 async def announce(obj: GenerateReqInput, default_port: int) -> None:

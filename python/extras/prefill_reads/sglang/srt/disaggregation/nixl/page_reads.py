@@ -83,7 +83,7 @@ class PageReads:
         starts = np.concatenate(([0], cuts))
         num_regions = len(starts) * len(own.kv_data_ptrs)
         if num_regions > MOST_REGIONS:
-            raise RuntimeError(f"its pages are in {len(starts)} runs, times {len(own.kv_data_ptrs)} buffers")
+            raise RuntimeError(f"too many regions: {len(starts)} page runs in {len(own.kv_data_ptrs)} buffers")
         if self._posted and self._posted + num_regions > MOST_REGIONS:
             return None
         self._posted += num_regions
