@@ -1,4 +1,4 @@
-"""First tokens on decode, logprobs and draft inputs of other requests, and requests without a priority."""
+"""First tokens on decode, and logprobs and draft inputs of other requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import torch
 from engine_classes import engine_class
 from overlapped_loop import Loop, LoopEnds, LoopScheduler, next_token
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, MetadataBuffers
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import SchedulePolicy
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.observability.metrics_collector import QueueCount
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from test_traps import tokens
 
 SHARED = [20 + i for i in range(8)]
 
@@ -144,48 +140,3 @@ def test_a_prefill_without_the_package(buffers):
         buffers.__class__ = engine_utils
         written(buffers, 5, told, top=2)
         assert logprobs(read(buffers, 5)) == expected
-
-
-@pytest.mark.parametrize("low_first", [False, True])
-def test_a_prefill_with_priorities_takes_requests_without_one(monkeypatch, low_first):
-    """The engine gives them the least where there is no pair, and sorts by it whatever waits."""
-    scheduler, added = object.__new__(Scheduler), []
-    scheduler.tree_cache, scheduler.disaggregation_mode = None, DisaggregationMode.PREFILL
-    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
-    add = lambda self, req, retracted: added.append(req)  # noqa: E731
-    monkeypatch.setattr(engine_class(Scheduler), "_add_request_to_queue", add)
-    for rid, priority in (("none", None), ("low", -5), ("high", 5)):
-        req = Req(rid, "", [1], SamplingParams(), priority=priority)
-        req.time_stats.wait_queue_entry_time = 0.0
-        scheduler._add_request_to_queue(req)
-    SchedulePolicy._sort_by_priority_and_fcfs(added, 1 if low_first else -1)
-    assert [req.rid for req in added] == (["low", "high", "none"] if low_first else ["high", "low", "none"])
-
-
-@pytest.mark.parametrize("lower_first", [False, True])
-@pytest.mark.parametrize("host", [FAKE_BOOTSTRAP_HOST, "10.0.0.1"])
-def test_a_request_without_a_priority_has_the_least(host: str, lower_first: bool):
-    """As a warm-up has none, and every request of a client that does not know of them."""
-    loop = Loop(size=64)
-    scheduler = loop.scheduler
-    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, lower_first
-    scheduler.longest_queue_step = 0.0
-    req = Req(
-        "without",
-        "",
-        tokens(1, 8),
-        SamplingParams(max_new_tokens=3),
-        bootstrap_host=host,
-        bootstrap_port=1,
-        bootstrap_room=5,
-        disagg_mode=DisaggregationMode.DECODE,
-    )
-    made = loop.arrive(tokens(2, 8), priority=3)
-    scheduler._add_request_to_queue(req)
-    entries = [loop.queue.schedule.entry_of(decode_req) for decode_req in loop.queue.queue]
-    assert {decode_req.req for decode_req in loop.queue.queue} == {made.req, req}
-    least = max(entries, key=lambda entry: entry.priority)
-    assert least is next(dr for dr in loop.queue.queue if dr.req is req).entry
-    # As the engine counts a queue, by priority, in each report of a decode step.
-    counted = QueueCount.from_reqs(loop.queue.queue, enable_priority_scheduling=True)
-    assert counted.total == 2 and counted.by_priority == {3: 1, req.priority: 1}

@@ -49,11 +49,12 @@ def test_the_flag_turns_off_nothing(parse_layout, monkeypatch, arch):
 
 
 def test_other_states_are_not_taken_for_these():
-    hf = SimpleNamespace(architectures=["Lfm2ForCausalLM"])
-    config = SimpleNamespace(hf_config=hf)
-    runner = SimpleNamespace(mambaish_config=hf, is_hybrid_swa=False, model_config=config, token_to_kv_pool=None)
+    runner = SimpleNamespace(mambaish_config=1, is_hybrid_swa=False, token_to_kv_pool=None)
+    runner.model = type("Lfm2ForCausalLM", (), {})()
     assert state_kind.kind_of(runner) is StateKind
-    hf.architectures = ["FalconH1ForCausalLM"]
+    runner.model = type("FalconH1ForCausalLM", (), {})()
+    # As a draft that is part of the model leaves it.
+    runner.model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["FalconH1ForCausalLMMTP"]))
     assert state_kind.kind_of(runner) is StateSlots
     runner.mambaish_config = None
     assert state_kind.kind_of(runner) is StateKind

@@ -102,6 +102,22 @@ class Scheduler(engine.Scheduler):
         )
         return reason
 
+    def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
+        """Adds two cases that the engine misses.
+
+        A pause in mode ``retract`` requeues decode requests without ``is_retracted``. They would
+        start another handshake with a prefill that has finished them, and wait forever.
+
+        With priorities, prefill and decode (with the flag) sort the queue by priority. A request
+        without one, such as a warm-up, would end the worker: it gets the lowest.
+        """
+        decodes = isinstance(self.tree_cache, DecodeRadixCache)
+        is_retracted = is_retracted or (decodes and req.is_retracted)
+        if self.enable_priority_scheduling:
+            if decodes or self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
+                self._set_or_validate_priority(req)
+        super()._add_request_to_queue(req, is_retracted)
+
     def abort_request(self, recv_req) -> None:
         """An abort in prefill's waiting queue also fails the transfer: decode waits for it."""
         rid, everything = recv_req.rid, recv_req.abort_all or not recv_req.rid

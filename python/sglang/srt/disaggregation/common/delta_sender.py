@@ -249,8 +249,7 @@ class DeltaSender(Base):
 
     def fail_if_refused(self) -> None:
         """Fail if decode's request was unusable or cancelled, or if its timeout is over."""
-        reason = self.failure_reason()
-        if reason is not None:
+        if not self.has_failed() and (reason := self.failure_reason()) is not None:
             self.kv_mgr.rooms.refused.pop(self.bootstrap_room, None)
             self.fail(reason)
 

@@ -6,12 +6,18 @@ Upstream: sgl-project/sglang#34865 (open), which asks in a thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+# Seconds between two log lines that no thread starts: a scheduler may try in each step.
+SAY_AGAIN_S = 10.0
+_said_at = -math.inf
 
 
 def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
@@ -28,8 +34,10 @@ def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
     try:
         threading.Thread(target=run, daemon=True, name=name).start()
     except RuntimeError as e:
-        # Once: a scheduler may try in each step.
-        logger.warning_once("Peers cannot be asked now: %s", str(e))  # type: ignore[attr-defined]
+        global _said_at
+        if time.monotonic() - _said_at >= SAY_AGAIN_S:
+            _said_at = time.monotonic()
+            logger.error("Peers cannot be asked now: %s", e)
         future.set_exception(e)
     return future
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from sglang.srt.constrained.rejected_tokens import check_grammar
 from sglang.srt.managers import batch_failures
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 __all__ = ["Scheduler"]
 
@@ -32,21 +31,9 @@ class Scheduler(engine.Scheduler):
         super().handle_generate_request(recv_req)
 
     def _add_request_to_queue(self, req, is_retracted: bool = False) -> None:
-        """Adds the check of forced tokens, and two cases that the engine misses.
-
-        A pause in mode ``retract`` requeues decode requests without ``is_retracted``. They would start another
-        handshake with a prefill that has finished them, and wait forever.
-
-        With priorities, prefill and decode (with the flag) sort the queue by priority. A request without one, such as a
-        warm-up, would end the worker: it gets the lowest.
-        """
+        """Adds the check of forced tokens."""
         if req.grammar is not None:
             check_grammar(req)
-        decodes = isinstance(self.tree_cache, DecodeRadixCache)
-        is_retracted = is_retracted or (decodes and req.is_retracted)
-        if self.enable_priority_scheduling:
-            if decodes or self.disaggregation_mode == engine.DisaggregationMode.PREFILL:
-                self._set_or_validate_priority(req)
         super()._add_request_to_queue(req, is_retracted)
 
     def process_batch_result(self, batch, result) -> None:

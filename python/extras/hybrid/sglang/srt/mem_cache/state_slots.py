@@ -29,7 +29,8 @@ class StateSlots(StateKind):
 
     @classmethod
     def is_of(cls, runner: Any) -> bool:
-        return runner.mambaish_config is not None and runner.model_config.hf_config.architectures[0] in STATES
+        # Not the config's architecture: a draft that is part of the model (MTP) writes its own there.
+        return runner.mambaish_config is not None and type(runner.model).__name__ in STATES
 
     @classmethod
     def beside(cls, tree: DecodeRadixCache) -> StateSlots:
