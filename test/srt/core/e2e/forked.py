@@ -71,7 +71,8 @@ class Parents(dict):
     TimeoutExpired = subprocess.TimeoutExpired
 
     def Popen(self, command: list[str], **options: Any) -> Any:
-        if command[:3] != [sys.executable, "-m", MODULE]:
+        # PegaFlow's client ends a forked rank by SIGSEGV.
+        if command[:3] != [sys.executable, "-m", MODULE] or "--enable-pegaflow" in command:
             return subprocess.Popen(command, **options)
         env = {name: value for name, value in options["env"].items() if name != "PYTEST_CURRENT_TEST"}
         key = frozenset(env.items())
