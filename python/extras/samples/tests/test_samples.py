@@ -392,7 +392,7 @@ def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
     async def test():
         decode = Manager(*MODES[1])
         (port,) = free_ports(1)
-        with pytest.raises(Exception, match="cannot be told") as error:
+        with pytest.raises(Exception, match="cannot be notified") as error:
             await answers(decode, body(port=port))
         assert error.value.status_code == 500 and not decode.send_to_scheduler.got
 

@@ -76,7 +76,7 @@ def test_a_prefill_that_does_not_speculate_alike_is_said_so(
         answer |= {"drafts": own, "draft_model": theirs}
         monkeypatch.setattr(drafts, "describe_draft", lambda server_args: "this draft")
     reply = SimpleNamespace(status_code=200, json=lambda: answer)
-    monkeypatch.setattr(bench.manager.prefills, "_get", lambda *args, **kwargs: reply)
+    monkeypatch.setattr(bench.manager.requests, "get", lambda *args, **kwargs: reply)
     monkeypatch.setattr(bench.manager.server_args, "speculative_algorithm", own, raising=False)
     req = bench.arrive(prefill=False, bootstrap_host="127.0.0.1", bootstrap_port=port)
     assert timed(bench, req) < 12
