@@ -239,7 +239,8 @@ def test_what_a_decode_that_is_gone_has_asked_for_is_forgotten(loop: PrefillLoop
     for room in (OTHER, OTHER + 1):
         loop.wire.request(room, 100).start_decode().ask()
     manager = loop.wire.prefill[0].manager
-    nixl_wire.until(lambda: {OTHER, OTHER + 1} <= {*manager.transfer_infos}, "decode has asked")
+    ranks = [rank.manager for rank in loop.wire.prefill]
+    nixl_wire.until(lambda: all({OTHER, OTHER + 1} <= {*rank.transfer_infos} for rank in ranks), "decode has asked all")
     watch, gone = manager.decode_watch, manager._askers(OTHER)
     watch.check()
     assert {ROOM, OTHER, OTHER + 1} <= {*manager.transfer_infos}
