@@ -54,8 +54,8 @@ class FINISH_REFUSED(FINISH_ABORT):
 class TtftRefusal:
     """The requests of one rank that wait for their first token, and the interval between first tokens.
 
-    Part of the reduction over ranks: rank 0's clock decides. A span ends when half of its waiting requests have their
-    first token. So the queue was at least half as long throughout: with a shorter one first tokens come more slowly.
+    Part of the reduction over ranks: rank 0's clock decides. A span ends when a quarter of its waiting requests have
+    their first token. So the queue was nearly as long throughout: with a shorter one first tokens come more slowly.
     """
 
     width = 2
@@ -103,7 +103,7 @@ class TtftRefusal:
         """A request no longer waits for its first token."""
         self._leave_queue(arrival)
         self._admitted.discard(arrival)
-        if 2 * self._came >= self._waited or not self._waiting():
+        if 4 * self._came >= self._waited or not self._waiting():
             self._end_span()
 
     def _leave_queue(self, arrival: int) -> None:
