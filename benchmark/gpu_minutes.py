@@ -292,7 +292,7 @@ class Minutes:
             try:
                 # What is compiled or set up for the first prompts of a size is not measured.
                 run_once(deployment, load, asked.beginning(WARM_UP_REQUESTS), variant, 0, page_size)
-                run = run_once(deployment, load, asked, variant, 1, page_size, lambda done, of: self._check_time())
+                run = run_once(deployment, load, asked, variant, 1, page_size)
             except TimeUp:
                 raise
             except Exception as error:
@@ -452,7 +452,8 @@ def run(args: argparse.Namespace) -> int:
         "model": Path(args.model).name if args.model else "pd-radix make-model",
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="pd-radix-gpu-") as scratch, Display(stamped=True) as show:
+    show = Display(stamped=True)
+    with tempfile.TemporaryDirectory(prefix="pd-radix-gpu-") as scratch:
         show.now("making the model")
         made = command.SHAPE if small or memory < MADE_MIB else MADE
         model = args.model or str(make_model(Path(scratch) / "model", made))

@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
     chat = Chat(_pool(args), 64, args.clients, args.turns, args.document, args.question, args.answer)
-    with _work_dir(args.work_dir) as work_dir, Display(1) as show:
+    show = Display()
+    with _work_dir(args.work_dir) as work_dir:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, made_model=not args.model)
         computes = "local_prefill" in loader.extras()

@@ -60,16 +60,16 @@ def run(args: argparse.Namespace) -> int:
     started = "" if args.pid is None else check_pid(args.pid)
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
-    with Display() as steps:
-        url = as_known(args.gateway, url, deadline, steps.now)
-        steps.now(f"asking {args.gateway} to send {url} nothing new")
-        steps.done(leave(args.gateway, url, deadline, steps.now, ends=args.pid is not None))
-        wait_empty(url, deadline, steps.now)
-        steps.done(f"{url} has ended what it had")
-        if args.pid is not None:
-            steps.now(f"ending process {args.pid}")
-            end(args.pid, started, deadline)
-            steps.done(f"process {args.pid} has ended")
+    steps = Display()
+    url = as_known(args.gateway, url, deadline, steps.now)
+    steps.now(f"asking {args.gateway} to send {url} nothing new")
+    steps.done(leave(args.gateway, url, deadline, steps.now, ends=args.pid is not None))
+    wait_empty(url, deadline, steps.now)
+    steps.done(f"{url} has ended what it had")
+    if args.pid is not None:
+        steps.now(f"ending process {args.pid}")
+        end(args.pid, started, deadline)
+        steps.done(f"process {args.pid} has ended")
     return 0
 
 

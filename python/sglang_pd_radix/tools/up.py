@@ -373,15 +373,14 @@ def _run(args: argparse.Namespace) -> int:
 
     # Handlers only set a mark: an exception between a process's start and its registration would lose it.
     process_group.on_end(note)
-    with Display() as show:
-        cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)
-        try:
-            cluster.start()
-        except _Ended as ended:
-            _say("ended while starting; nothing is left running")
-            return 128 + ended.signum
-        except NotReadyError as error:
-            raise PdRadixError(f"{error}; give more time with --timeout if they show progress") from error
+    cluster = cluster_from(args, on_progress=Display().startup, on_wait=end_if_asked)
+    try:
+        cluster.start()
+    except _Ended as ended:
+        _say("ended while starting; nothing is left running")
+        return 128 + ended.signum
+    except NotReadyError as error:
+        raise PdRadixError(f"{error}; give more time with --timeout if they show progress") from error
     try:
         if args.json:
             write_json(args.json, cluster.describe())

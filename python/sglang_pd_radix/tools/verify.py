@@ -102,13 +102,12 @@ def run(args: argparse.Namespace) -> int:
     verdict = Verdict(_versions() | {"router": named_gateway(args.router).version})
     unused = {*_BACKENDS} - {args.backend}
     interrupted = False
+    show = Display()
     with (
         tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch,
         own_log_dir(args.log_dir),
-        Display() as show,
         _log_dir(args.log_dir, verdict, show) as logs,
     ):
-        show.now("asking pd-radix doctor")
         checks = [check for check in doctor.diagnose() if check.name not in unused]
         _tell_doctor(checks, args.backend, verdict)
         try:

@@ -278,12 +278,12 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args.engine_options, PAGE_SIZE, made_model=not args.model)
     started = time.monotonic()
     document: dict[str, Any] = {"workloads": []}
+    show = Display(stamped=True)
     with (
         alone(
             args.out, f"--work-dir {args.out}: a benchmark that runs writes its report there; give another directory"
         ),
         tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
-        Display(len(sizes), stamped=True) as show,
     ):
         if model is None:
             show.now("making the model")
@@ -343,7 +343,7 @@ def _all(
             document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
             page_size = info["page_size"]  # Some attention backends have their own, whatever was asked for.
             document["setting"] |= {"page_size": page_size, "model": _name_of(args.model)}
-            show.done(f"{_serving(shape, sides)} after {time.monotonic() - began:.0f} s")
+            show.now(f"{_serving(shape, sides)} after {time.monotonic() - began:.0f} s")
             tokens = Tokens(load.words, args.seed)
             for key in keys:
                 workload = sizes[key].make(key, tokens)

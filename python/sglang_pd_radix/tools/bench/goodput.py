@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
+from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import write_whole
 
 from . import parted
@@ -38,9 +39,6 @@ from .rates import (
 )
 from .report import as_json, caption
 from .workload import Request, Tokens, Workload
-
-if TYPE_CHECKING:
-    from .turns import Show
 
 #: Least requests of one measurement: fewer say nothing about 99%, and little about 90%.
 LEAST_REQUESTS = 20
@@ -206,7 +204,7 @@ class Measurements:
     seconds: float
     tokens: Tokens
     page_size: int
-    show: Show
+    show: Display
     runs: list[Run] = field(default_factory=list)
     problems: set[str] = field(default_factory=set)
     learned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -224,7 +222,6 @@ class Measurements:
     def trial(self, name: str, rate: float) -> Trial | None:
         """Measure side ``name`` at ``rate`` per second; None if a request fails or has failed before."""
         at = f"{rate:.3g} requests/s"
-        self.show.step(f"({self.workload.key}) {name}, {at}", 0, "")
         number = 1 + sum(run.variant == name for run in self.runs)
         requests = open_loop(self.workload, rate, self.seconds, self.tokens)
         run = None if name in self.failed else self._asked(name, at, requests, number, rate)
@@ -233,7 +230,7 @@ class Measurements:
         self.runs.append(run)
         self.problems.update(f"{name}, {at}: {problem}" for problem in run.problems)
         trial = Trial.of(rate, run, self.slo)
-        self.show.done(f"{name}, {at}: {told(trial)}")
+        self.show.now(f"{name}, {at}: {told(trial)}")
         return trial
 
     def _asked(self, name: str, at: str, requests: Workload, number: int, rate: float | None) -> Run | None:
@@ -245,7 +242,7 @@ class Measurements:
             # Other errors are not the side's fault.
             self.failed[name] = rate if isinstance(error, RequestFailed) else None
             self.problems.add(f"{name}, {at}: {error}; it was measured no further")
-            self.show.done(f"{name}, {at}: {error}")
+            self.show.now(f"{name}, {at}: {error}")
             return None
         return run
 
@@ -291,7 +288,7 @@ class Findings:
             search_all(self.searches, measured.trial)
         if self.exact:
             show = measured.show
-            show.step(f"({measured.workload.key}) comparing the answers", 0, "")
+            show.now(f"({measured.workload.key}) comparing the answers")
             self.compared = compare(measured.deployment, measured.load, measured.workload, measured.runs, show)
 
     def entry(self) -> dict[str, Any]:
@@ -326,7 +323,7 @@ def measure(
     plan: Plan,
     tokens: Tokens,
     page_size: int,
-    show: Show,
+    show: Display,
     exact: bool,
     keep: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> dict[str, Any]:
@@ -337,7 +334,7 @@ def measure(
     disk), which is raised again.
     """
     seconds = max(plan.seconds, lasting_s(plan.slo))
-    show.begin(f"({workload.key}) {workload.title}: {plan.slo}", 0)
+    show.done(f"({workload.key}) {workload.title}: {plan.slo}")
     measured = Measurements(deployment, load, workload, plan.slo, seconds, tokens, page_size, show)
     measured.warm_up()
     findings = Findings(measured, plan, exact)
@@ -351,19 +348,18 @@ def measure(
             findings.interrupted = True
             keep(findings.entry())
         raise
-    show.end()
     return findings.entry()
 
 
 def compare(
-    deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Show
+    deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Display
 ) -> Compared:
     """Compare the answers of all ``runs``: request i of ``workload`` is the same at every rate."""
     partings = parted.find(runs)
     if not partings:
         return Compared()
     try:
-        looks = parted.look(deployment, load, workload, partings, show.done, parted.MOST_JUDGED)
+        looks = parted.look(deployment, load, workload, partings, show.now, parted.MOST_JUDGED)
     except PdRadixError as error:
         number = len({parting.number for parting in partings})
         told = f"answers to {number} requests are not identical, and could not be asked for again: {error}"

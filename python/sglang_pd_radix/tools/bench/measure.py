@@ -31,7 +31,6 @@ from .stats import p99, percentile, quantiles
 from .steady import SteadyClients
 from .workload import Request, Workload
 
-Progress = Callable[[int, int], None]
 # The last of a chat's early turns.
 EARLY = 10
 
@@ -85,7 +84,7 @@ class LoadGenerator:
         """Token ids for prompts, without the first and last, which may be special. Call when ready."""
         return range(self.vocabulary // 4, self.vocabulary * 3 // 4)
 
-    def run(self, job: dict[str, Any], progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
+    def run(self, job: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         """Run ``job`` (see `load.py`). Raises PdRadixError if it fails."""
         self.wait_ready()
         assert self._process.stdin
@@ -99,16 +98,13 @@ class LoadGenerator:
             message = self._next(check)
             if message["number"] != self._jobs:
                 continue  # of an abandoned job, which `load.py` finishes
-            if "done" in message:
-                progress(message["done"])
-            elif "error" in message:
+            if "error" in message:
                 raise PdRadixError(f"the load generator failed: {message['error']}. Its log is {self._log_path}")
-            else:
-                return message
+            return message
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of ``texts``. Raises PdRadixError if it cannot."""
-        return self.run({"texts": list(texts)}, lambda done: None, lambda: None)["ids"]
+        return self.run({"texts": list(texts)}, lambda: None)["ids"]
 
     def close(self) -> None:
         if self._process.poll() is None:
@@ -261,16 +257,11 @@ class _Course:
         self.warm_pages += sum(self._keeper.send(request.ids) for request in requests)
         self._before = self._deployment.counters(self._variant)
 
-    def ask(self, requests: Sequence[Request], is_last: bool, progress: Progress) -> None:
+    def ask(self, requests: Sequence[Request], is_last: bool) -> None:
         """Send a round."""
         workload, histories, check = self._workload, self._histories, self._steady.check
         prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
-        already = sum(map(len, self.answered))
-
-        def told(done: int) -> None:
-            progress(already + done, workload.requests)
-
-        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check, told)
+        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check)
         if is_last:
             self._steady.stop()  # so that what they sent is complete when the workers are sampled
         beside = self._steady.fresh()
@@ -298,7 +289,6 @@ def run_once(
     variant: Variant,
     number: int,
     page_size: int,
-    progress: Progress = lambda done, of: None,
 ) -> Run:
     """Empty the caches, run all rounds, compute figures. Raises PdRadixError; RequestFailed if a request fails."""
     deployment.use(variant)
@@ -312,7 +302,7 @@ def run_once(
             for i, requests in enumerate(together):
                 if workload.warm:
                     course.warm_up(workload.warm[i])
-                course.ask(requests, i == len(together) - 1, progress)
+                course.ask(requests, i == len(together) - 1)
     finally:
         samples = watch.stop()
     asked, rounds = course.asked, course.rounds
@@ -408,15 +398,12 @@ def _ask(
     concurrency: int | None,
     encode: bool,
     check: Callable[[], None],
-    progress: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
     body = [
         {"ids": list(prompt), "answer": request.answer, "arrival_s": request.arrival_s}
         for prompt, request in zip(prompts, requests, strict=True)
     ]
-    outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, progress, check)[
-        "outputs"
-    ]
+    outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, check)["outputs"]
     for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
         if output["error"]:
             check()  # a dead worker is a better reason than its failed request

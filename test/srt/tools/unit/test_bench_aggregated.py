@@ -67,9 +67,8 @@ def test_it_takes_part_in_the_search_for_a_rate_that_keeps_a_promise(monkeypatch
     args = parsed("--aggregated", "--slo", "ttft=2000,itl=30", "--slo-seconds", "20", "--work-dir", str(tmp_path))
     sizes = {"e": workload.Distinct(requests=400, prompt=4, answer=40)}
     load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
-    show = SimpleNamespace(now=lambda text: None, **vars(SHOW))
     document = {"workloads": []}
-    command._all(args, sizes, sides, 1, "m", [], load, document, show)
+    command._all(args, sizes, sides, 1, "m", [], load, document, SHOW)
     (entry,) = document["workloads"]
     assert entry["goodput"]["aggregated"]["0.9"] == pytest.approx(entry["goodput"]["target"]["0.9"])
     assert any(note.startswith("aggregated: 2 ordinary servers") for note in entry["notes"])

@@ -40,7 +40,7 @@ def diagnose(
     shared: int = 2**33,
     **answers: dict[str, object],
 ) -> dict[str, doctor.Check]:
-    monkeypatch.setattr(doctor, "ask", lambda probes, timeout, show: GOOD | answers)
+    monkeypatch.setattr(doctor, "ask", lambda probes, timeout: GOOD | answers)
     monkeypatch.setattr(doctor, "_cpu_host_active", lambda: False)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (limits.get(what, 2**20),) * 2)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=shared))

@@ -20,7 +20,7 @@ from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, parte
 from sglang_pd_radix.tools.bench.rates import PRECISION, Search, Trial, search_all
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
-SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
+SHOW = SimpleNamespace(now=lambda text: None, done=lambda text: None)
 SLO = goodput.Slo(2.0, 0.03)
 INFO = {"device": "cpu", "dtype": "float32", "page_size": 16}
 
