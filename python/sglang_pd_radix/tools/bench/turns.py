@@ -92,9 +92,6 @@ def _entry(
                 "turn": turn,
                 "figures": run.figures,
                 "rounds": run.rounds,
-                "series": run.series,
-                "ttft_s": [round(t, 5) for t in run.ttft_s],
-                "itl_quantiles_s": [round(t, 6) for t in run.itl_quantiles_s],
                 "answers_sha256": run.digest,
                 "different_answers": count,
             }

@@ -25,7 +25,7 @@ def a_run(variant, number, texts, prompts=None):
     figures = dict.fromkeys([*(f.key for f in report.FIGURES), "reused_tokens", "prompt_tokens"], 1.0)
     figures |= {"sent_bytes": 100, "prompt_pages": 1, "least_pages": 1}
     given = prompts or [[n] for n in range(len(texts))]
-    return measure.Run(variant, number, figures, [{}], [], [0.1], [0.1], list(texts), given)
+    return measure.Run(variant, number, figures, [{}], [0.1], list(texts), given)
 
 
 class Turns:
