@@ -425,9 +425,10 @@ def test_a_terminal_of_80_columns_shows_the_status_and_the_legend():
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (b"\x03", 0)])
 def test_what_ends_it_gives_the_terminal_back(end, code):
     ours, theirs = pty.openpty()
-    # What starts these tests may ignore it, as `nohup` does, and so would the view.
+    # What starts these tests may ignore them, as `nohup` and `&` in a script do, and so would the view.
     code_of_view = """import fcntl, signal, sys, termios
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from sglang_pd_radix.tools import cli
 sys.exit(cli.main(["top", sys.argv[1], "--interval", "0.2"]))"""
