@@ -60,7 +60,6 @@ PACKAGES = "sglang sglang-kernel sgl-kernel torch triton flashinfer-python nixl 
 VERSIONS = """import importlib.metadata as m, platform, sys
 there = {d.metadata["Name"]: d.version for d in m.distributions()}
 print(", ".join(["Python " + platform.python_version(), *(f"{n} {there[n]}" for n in sys.argv[1:] if n in there)]))"""
-COLORS = (report.COLORS["off"], report.COLORS["on"], *report.MORE_COLORS, report.COLORS["least"])
 WORST = ("requests_per_s", "ttft_p50_s", "ttft_p99_s", "itl_mean_s", "itl_p99_s")
 
 
@@ -292,7 +291,7 @@ class Minutes:
             try:
                 # What is compiled or set up for the first prompts of a size is not measured.
                 run_once(deployment, load, asked.beginning(WARM_UP_REQUESTS), variant, 0, page_size)
-                run = run_once(deployment, load, asked, variant, 1, page_size, lambda done, of: self._check_time())
+                run = run_once(deployment, load, asked, variant, 1, page_size)
             except TimeUp:
                 raise
             except Exception as error:
@@ -347,10 +346,10 @@ def by_level(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each run."""
     entry = {"runs": rows, "chat": bool(rows) and rows[0]["chat"], "variants": [row["variant"] for row in rows]}
-    return [report.markdown_table(*one) for one in compared.tables(entry)] if rows else []
+    return report.markdown_table(*compared.table(entry)) if rows else ""
 
 
 def curve(rows: Sequence[dict[str, Any]], setting: dict[str, Any]) -> chart.Chart:
@@ -358,7 +357,7 @@ def curve(rows: Sequence[dict[str, Any]], setting: dict[str, Any]) -> chart.Char
         chart.Line(
             name, color, [(f["requests_per_s"], 1e3 * f["itl_mean_s"]) for f in (run["figures"] for run in runs)]
         )
-        for color, (name, runs) in zip(COLORS, by_level(rows).items(), strict=False)
+        for color, (name, runs) in zip(chart.COLORS, by_level(rows).items(), strict=False)
     ]
     note = f"(a), a point for each number of requests at a time; {setting.get('model')}; {setting.get('host')}"
     return chart.Chart("ITL and requests/s", "requests answered per second", "ITL mean, ms", lines, note=note)
@@ -388,11 +387,11 @@ def page(told: dict[str, Any]) -> str:
     sides, most = list(dict.fromkeys(row["variant"] for row in rows)), max((row["level"] for row in rows), default=0)
     for step in dict.fromkeys(row["step"] for row in rows if row["level"] in (0, most)):
         of = sorted((row for row in rows if row["step"] == step), key=lambda row: sides.index(row["variant"]))
-        parts += [f"## {step}: {of[0]['title']}", *tables(of)]
+        parts += [f"## {step}: {of[0]['title']}", table(of)]
         different = ", ".join(f"{row['variant']} {row['different']}" for row in of if row["variant"] != row["first"])
         parts.append(f"Of {of[0]['requests']} answers, not those of {of[0]['first']}: {different or 'not compared'}.")
     levels = [{**run, "variant": f"{name}, {run['level']}"} for name, runs in by_level(rows).items() for run in runs]
-    parts += ["## ITL against requests/s, by requests at a time", *tables(levels), "![ITL](itl.svg)"]
+    parts += ["## ITL against requests/s, by requests at a time", table(levels), "![ITL](itl.svg)"]
     ends = {"The worst pair": worst_pairs(rows), "Failed": told["failures"], "Not run": told["left_out"]}
     for title, texts in ends.items():
         parts += [f"## {title}", "\n".join(f"* {text.splitlines()[0]}" for text in texts) or "Nothing."]
@@ -452,7 +451,8 @@ def run(args: argparse.Namespace) -> int:
         "model": Path(args.model).name if args.model else "pd-radix make-model",
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="pd-radix-gpu-") as scratch, Display(stamped=True) as show:
+    show = Display(stamped=True)
+    with tempfile.TemporaryDirectory(prefix="pd-radix-gpu-") as scratch:
         show.now("making the model")
         made = command.SHAPE if small or memory < MADE_MIB else MADE
         model = args.model or str(make_model(Path(scratch) / "model", made))

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.bench import parted, report
-from sglang_pd_radix.tools.bench.chart import Chart, Line
+from sglang_pd_radix.tools.bench.chart import COLORS, Chart, Line
 from sglang_pd_radix.tools.bench.record import Record
 
 Records = Mapping[str, Record]
@@ -197,9 +197,7 @@ def benchmarks_chat(records: Records) -> str:
     return report.markdown_table(CHAT_HEADING, [row for beside in CHAT for row in chat_rows(records, beside)])
 
 
-_CHAT_COLORS = dict(
-    zip(CHAT_SIDES, (report.COLORS["off"], report.MORE_COLORS[1], report.COLORS["on"], "#059669"), strict=True)
-)
+_CHAT_COLORS = dict(zip(CHAT_SIDES, (COLORS[0], COLORS[3], COLORS[1], COLORS[2]), strict=True))
 _CHAT_CHARTS = {
     "chat-ttft": ("Time to first token, turns 2 and later", "TTFT p50, ms", "later_ttft_p50_s"),
     "chat-itl": ("Inter-token latency", "ITL mean, ms", "itl_mean_s"),

@@ -5,7 +5,6 @@ simulated clock (``sim/times.py`` has their constants and where these come from)
 
     python benchmark/simulate.py                                       # published, g and h in all modes
     python benchmark/simulate.py --workload h --modes new --set h.pool=16384 --set args.disaggregation_x=4
-    python benchmark/simulate.py --workload g --set g.rate=16 --slo ttft=2400,itl=12   # and who keeps a promise, in ms
     python benchmark/simulate.py --modes new,aggregated --vary published.concurrency=8,32,128   # where a pair loses
 
 Modes: ``off`` is a worker without the flag, the engine's own admission of whole prompts. ``today`` is admission in
@@ -25,7 +24,6 @@ Outcomes, their gates and which constant is fitted to which are in ``sim/publish
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -40,13 +38,9 @@ import torch  # noqa: E402
 from sim.aggregated import Aggregated  # noqa: E402
 from sim.balance import vary  # noqa: E402
 from sim.deployment import Deployment  # noqa: E402
-from sim.figures import kept  # noqa: E402
 from sim.gates import closed, report  # noqa: E402
 from sim.kinds import KINDS, fields_of  # noqa: E402
 from sim.published import OFF, ON  # noqa: E402
-
-from sglang_pd_radix.errors import PdRadixError  # noqa: E402
-from sglang_pd_radix.tools.bench.goodput import Slo  # noqa: E402
 
 ADMISSION, OVERTAKEN = "disaggregation_decode_admission", "disaggregation_decode_max_overtaken"
 # What each mode asks of the decode server.
@@ -61,8 +55,8 @@ MODES: dict[str, dict[str, Any]] = {
 DEFAULT_MODES = ("off", "today", "new")
 
 
-def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None = None) -> dict[str, Any]:
-    """Run one workload in one mode; returns the figures, with ``slo`` also the parts of requests that keep it.
+def simulate(key: str, mode: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """Run one workload in one mode; returns the figures.
 
     Raises ValueError naming a setting that there is not.
     """
@@ -85,10 +79,7 @@ def simulate(key: str, mode: str, settings: Sequence[str] = (), slo: Slo | None 
         setattr(workload.times, field, type(getattr(workload.times, field))(value))
     began = time.process_time()
     deployment = (Aggregated if "mixed" in options else Deployment)(workload, mode == "off", options)
-    figures = deployment.run()
-    if slo is not None:
-        figures["kept"] = kept(deployment.records, slo.ttft_s, slo.itl_s)
-    return {"workload": key, "mode": mode, **figures, "cpu_seconds": time.process_time() - began}
+    return {"workload": key, "mode": mode, **deployment.run(), "cpu_seconds": time.process_time() - began}
 
 
 def _parsed(value: str) -> int | float | str:
@@ -104,16 +95,14 @@ def _parsed(value: str) -> int | float | str:
 def line(figures: dict[str, Any]) -> str:
     """One run in one line, for trying things out."""
     f = figures
-    swing = "{:.0f} to {:.0f}".format(*f["running_swing"])
     return (
         f"{f['workload']:9} {f['mode']:6} {f['requests_per_s']:7.2f} req/s  "
         f"TTFT p50 {f['ttft_p50']:.3f} p99 {f['ttft_p99']:.3f} max {f['ttft_max']:.3f} s  "
         f"ITL {1e3 * f['itl_mean']:.1f} ms  sent/least {f['sent_over_least']:.2f}  hit {f['hit']:.2f}  "
         f"running {f['mean_running']:.1f} "
-        f"({swing}, peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
+        f"(peak {f['peak_running']})  in transfer {f['mean_moving']:.1f}  "
         f"held {f['mean_held']:.0f} (peak {f['peak_held']})  retracted {f['retracted']}  "
         f"prefill busy {f['prefill_busy']:.2f}  [{f['cpu_seconds']:.1f} s CPU]"
-        + "".join(f"  {name} {part:.0%}" for name, part in f.get("kept", {}).items())
     )
 
 
@@ -159,13 +148,6 @@ def turns_table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows) if len(rows) > 2 else ""
 
 
-def _slo(text: str) -> Slo:
-    try:
-        return Slo.parse(text)
-    except PdRadixError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def main() -> int:
     """Simulate, print the tables, return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -173,9 +155,7 @@ def main() -> int:
     parser.add_argument("--modes", default=",".join(DEFAULT_MODES), metavar="MODE,...", help=f"of {', '.join(MODES)}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
     parser.add_argument("--vary", action="append", default=[], metavar="NAME=VALUE,...", help="compare the two --modes")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--check", action="store_true", help="the published run and its gates, nothing else")
-    parser.add_argument("--slo", type=_slo, metavar="ttft=MS,itl=MS", help="say which parts of requests keep this")
     args = parser.parse_args()
     if args.check:
         args.workload, args.modes = "published", f"{OFF},{ON}"
@@ -189,7 +169,7 @@ def main() -> int:
         key = given.partition(".")[0] if given.partition(".")[0] in KINDS else keys[0]
 
         def one(mode: str, setting: str, key: str = key) -> dict[str, Any]:
-            return simulate(key, mode, [*args.settings, setting], args.slo)
+            return simulate(key, mode, [*args.settings, setting])
 
         print(vary(given, modes, one, lambda figures: print(line(figures), file=sys.stderr, flush=True)) + "\n")
     if args.vary:
@@ -199,7 +179,7 @@ def main() -> int:
     for key in sorted(keys, key=lambda key: key != "published"):
         for mode in modes:
             try:
-                results.append(simulate(key, mode, args.settings, args.slo))
+                results.append(simulate(key, mode, args.settings))
             except ValueError as error:
                 parser.error(str(error))
             print(line(results[-1]), file=sys.stderr, flush=True)
@@ -208,9 +188,6 @@ def main() -> int:
         print(report(runs) + "\n")
     if not args.check:
         print("\n\n".join(filter(None, (table(results), turns_table(results)))))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as out:
-            json.dump(results, out, indent=1)
     return 1 if runs and closed(runs) else 0
 
 

@@ -1,24 +1,23 @@
-"""What a worker holds, by its own books (``kv_pool`` of /get_server_info) and by those of the kernel (/proc).
+"""What a worker holds, by its own books (``kv_pool`` of /server_info) and by those of the kernel.
 
 Both are plain data; `judge` says what of it is wrong.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import process_group
-from sglang_pd_radix.tools.cluster import Process, local_session
-from sglang_pd_radix.tools.workers import told_pools
+import psutil
 
-# States of TCP sockets in /proc/PID/net/tcp that a process only leaves by closing them.
+from sglang_pd_radix.tools import process_group
+from sglang_pd_radix.tools.cluster import Process
+from sglang_pd_radix.tools.workers import idle_pools, server_info, told_pools
+
+# State of TCP sockets in /proc/PID/net/tcp that a process only leaves by closing them.
 _CLOSE_WAIT = "08"
 
 
@@ -26,7 +25,7 @@ _CLOSE_WAIT = "08"
 class Books:
     """Of one worker. pools: one entry for each rank. The rest are sums over the processes of its group.
 
-    fds: open descriptors by kind. close_wait: sockets whose peer has closed them and that are still open here.
+    close_wait: sockets whose peer has closed them and that are still open here.
     """
 
     name: str
@@ -34,12 +33,8 @@ class Books:
     pools: list[dict[str, Any]] = field(default_factory=list)
     threads: int = 0
     rss_kib: int = 0
-    fds: dict[str, int] = field(default_factory=dict)
+    descriptors: int = 0
     close_wait: int = 0
-
-    @property
-    def descriptors(self) -> int:
-        return sum(self.fds.values())
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,24 +43,29 @@ class Books:
 def of_process(process: Process) -> Books:
     """What the kernel says of a server's process group."""
     books = Books(process.name, process.pid)
-    kinds: collections.Counter[str] = collections.Counter()
     for pid in process_group.members(process.pid):
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name == "Threads":
-                    books.threads += int(value)
-                elif name == "VmRSS":
-                    books.rss_kib += int(value.split()[0])
-        waiting = _close_wait_inodes(pid)
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    link = os.readlink(entry.path)
-                    kinds[_kind(link)] += 1
-                    books.close_wait += link in waiting
-    books.fds = dict(sorted(kinds.items()))
+        with contextlib.suppress(psutil.Error):
+            one = psutil.Process(pid)
+            books.threads += one.num_threads()
+            books.rss_kib += one.memory_info().rss // 1024
+            books.descriptors += one.num_fds()
+        books.close_wait += _close_wait(pid)
     return books
+
+
+def _close_wait(pid: int) -> int:
+    """Sockets of a process whose peer has closed them; psutil looks into this network namespace alone."""
+    waiting, found = set(), 0
+    with contextlib.suppress(OSError):
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _CLOSE_WAIT:
+                    waiting.add(f"socket:[{columns[9]}]")
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found += os.readlink(entry.path) in waiting
+    return found
 
 
 def of_idle_worker(process: Process, seconds: float) -> Books:
@@ -73,7 +73,7 @@ def of_idle_worker(process: Process, seconds: float) -> Books:
 
     What it says is what it was found idle by: the router's next health check is a request that holds memory.
     """
-    found = wait_idle(process.url, seconds)
+    found = idle_pools(process.url, seconds)
     books = of_process(process)
     books.pools = found
     return books
@@ -81,36 +81,4 @@ def of_idle_worker(process: Process, seconds: float) -> Books:
 
 def pools(url: str) -> list[dict[str, Any]]:
     """``kv_pool`` of each DP rank, in their order. Raises PdRadixError."""
-    try:
-        with local_session() as session:
-            return told_pools(session.get(url + "/get_server_info", timeout=30).json())
-    except (OSError, ValueError, KeyError) as error:
-        raise PdRadixError(f"{url} does not say what it holds: {error}") from None
-
-
-def wait_idle(url: str, seconds: float) -> list[dict[str, Any]]:
-    """Its pools once all ranks are idle, or as they are after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = pools(url)
-        if all(pool["idle"] for pool in found) or time.monotonic() > deadline:
-            return found
-        time.sleep(0.2)
-
-
-def _kind(link: str) -> str:
-    for prefix in ("socket:", "pipe:", "anon_inode:"):
-        if link.startswith(prefix):
-            return prefix[:-1]
-    return "file"
-
-
-def _close_wait_inodes(pid: int) -> set[str]:
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == _CLOSE_WAIT:
-                    found.add(f"socket:[{columns[9]}]")
-    return found
+    return told_pools(server_info(url))

@@ -71,7 +71,9 @@ def process_problems(before: Books, after: Books, restarts: int) -> list[str]:
         restarts += 1
     more = after.descriptors - before.descriptors
     if more > SPARE_FDS + SPARE_FDS_PER_RESTART * restarts:
-        found.append(f"{after.name}: {more} descriptors more than before: {before.fds} and then {after.fds}")
+        found.append(
+            f"{after.name}: {more} descriptors more than before: {before.descriptors} and then {after.descriptors}"
+        )
     if after.close_wait > before.close_wait + SPARE_FDS_PER_RESTART * (1 + restarts):
         found.append(f"{after.name}: {after.close_wait} sockets are open whose peer has closed them")
     if after.threads - before.threads > SPARE_THREADS:

@@ -129,11 +129,6 @@ class SimulatedQueue(Queue):
 
     worker: SimulatedDecode
 
-    def pace(self, most: int) -> None:
-        """Admit no more than ``most`` requests before they decode."""
-        room, transfer = self.admission.deltas.room, self.transfer_queue
-        self.admission.deltas.room = lambda: min(room(), max(0, most - len(transfer.queue)))
-
     def _create_receiver_and_enqueue(self, req: Req) -> DecodeRequest:
         record = self.worker.records[req.rid]
         prefill = self.worker.prefill_of(record.request)
@@ -176,8 +171,6 @@ class SimulatedDecode(DecodeWorker):
             options=options,
         )
         self.queue.worker = self
-        if workload.pace and not off:
-            self.queue.pace(workload.pace)
         # What holds requests back, if an ITL is promised; and whether prefill has the same cores and computes.
         self.gate = next((limit.__self__.gate for limit in self.transfer.hooks.limit), None)
         self.beside: Callable[[], bool] = lambda: False

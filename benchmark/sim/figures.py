@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,6 @@ from sim.workload import Request
 
 if TYPE_CHECKING:
     from sim.decode import SimulatedDecode
-
-# Points that are kept of what a worker held over time.
-SERIES = 200
 
 
 @dataclass(eq=False)
@@ -47,24 +43,6 @@ class Record:
         """Mean seconds between its tokens."""
         assert self.first is not None and self.done is not None
         return (self.done - self.first) / (self.request.answer - 1)
-
-
-# By whether a request is late, and whether its tokens are slow.
-PROMISES = {
-    (False, False): "both",
-    (True, False): "ttft missed",
-    (False, True): "itl missed",
-    (True, True): "both missed",
-}
-
-
-def kept(records: Sequence[Record], ttft_s: float, itl_s: float) -> dict[str, float]:
-    """The parts of the measured requests that keep both promises, miss one of them, or miss both."""
-    parts = dict.fromkeys(PROMISES.values(), 0.0)
-    done = [r for r in records if r.request.measured and r.request.answer > 1]
-    for r in done:
-        parts[PROMISES[r.ttft > ttft_s, r.itl > itl_s]] += 1 / len(done)
-    return parts
 
 
 @dataclass
@@ -151,27 +129,6 @@ def steady(series: Sequence[tuple[float, int, int, int, int]]) -> float:
     return percentile([running for at, running, *_ in series if end / 4 <= at <= 3 * end / 4], 50)
 
 
-def swing(series: Sequence[tuple[float, int, int, int, int]]) -> tuple[float, float]:
-    """Between which two numbers what runs is for nine tenths of the middle half of the time."""
-    end = series[-1][0] if series else 0.0
-    middle = [
-        (running, until - at)
-        for (at, running, *_), (until, *_) in itertools.pairwise(series)
-        if end / 4 <= at <= 3 * end / 4
-    ]
-    return weighted(middle, 0.05), weighted(middle, 0.95)
-
-
-def weighted(values: Sequence[tuple[float, float]], part: float) -> float:
-    """The value below which ``part`` of the weights is. values: each with its weight."""
-    left = part * sum(weight for _, weight in values)
-    for value, weight in sorted(values):
-        left -= weight
-        if left <= 0:
-            return value
-    return 0.0
-
-
 def summary(records: Sequence[Record], least_pages: int, began: float, gauges: Sequence[Gauges]) -> dict[str, Any]:
     """The figures of the measured requests. least_pages: pages that had to be sent for them.
 
@@ -207,13 +164,10 @@ def summary(records: Sequence[Record], least_pages: int, began: float, gauges: S
         "hit": sum(r.prefix_len for r in done) / sum(r.request.length for r in done),
         "peak_running": max(g.peak_running for g in gauges),
         "steady_running": steady(gauges[0].series),
-        "running_swing": swing(gauges[0].series),
         "mean_running": sum(g.running_time for g in gauges) / looked,
         "mean_moving": sum(g.moving_time for g in gauges) / looked,
         "peak_held": max(g.peak_held for g in gauges),
         "mean_held": sum(g.held_time for g in gauges) / looked,
         "retracted": sum(g.retracted for g in gauges),
         "peak_queued": max(g.peak_queued for g in gauges),
-        # Of the first worker: seconds, running, in transfer, queued, tokens held.
-        "series": gauges[0].series[:: len(gauges[0].series) // SERIES + 1],
     }

@@ -55,7 +55,6 @@ class Workload:
     concurrency: clients, each of which asks when it has its answer; None: by the times of arrival.
     pool: slots x scale, in tokens, of each decode worker. reserve: tokens kept for each running request's answer.
     think: seconds from an answer to what its client asks then. begin: seconds over which clients come, one by one.
-    pace: requests that a decode worker admits before they decode, at most; 0: as many as have room.
     """
 
     title: str
@@ -73,15 +72,11 @@ class Workload:
     prefill_router: str = "affine"
     think: float = 0.0
     begin: float = 0.0
-    pace: int = 0
 
 
 @dataclass
 class Churn:
-    """Rounds of new prefixes against a pool that is full of the last round's.
-
-    rate: requests per second, which come by chance and wait for nobody; 0: clients ask when they have their answers.
-    """
+    """Rounds of new prefixes against a pool that is full of the last round's."""
 
     prefixes: int = 12
     shared: int = 1000
@@ -94,11 +89,9 @@ class Churn:
     reserve: int = 64
     page: int = 16
     seed: int = 0
-    rate: float = 0.0
 
     def make(self) -> Workload:
-        pick, comes = random.Random(f"churn/{self.seed}"), random.Random(f"churn/comes/{self.seed}")
-        keys = itertools.count(1)
+        pick, keys = random.Random(f"churn/{self.seed}"), itertools.count(1)
         rounds = []
         for turn in range(self.rounds + 1):
             prefix = [next(keys) for _ in range(self.prefixes)]
@@ -116,12 +109,8 @@ class Churn:
                     for g in groups
                 ]
             )
-            at = 0.0
-            for request in rounds[-1] if self.rate else ():
-                request.arrival = at = at + comes.expovariate(self.rate)
         title = f"churn: {self.rounds} rounds of {self.prefixes} new prefixes, pool full of old ones"
-        clients = None if self.rate else self.concurrency
-        return Workload(title, rounds, clients, self.pool, self.reserve, 1, self.page, times.this_machine())
+        return Workload(title, rounds, self.concurrency, self.pool, self.reserve, 1, self.page, times.this_machine())
 
 
 @dataclass
@@ -159,10 +148,6 @@ class Published:
     scale: int = 64
     page: int = 1
     max_running: int = 256
-    # `Workload` has these; and how long answers are: `even` (half to one and a half times), `fixed`, `long` tailed.
-    begin: float = 0.0
-    pace: int = 0
-    answers: str = "even"
 
     def make(self) -> Workload:
         pick = random.Random(f"published/{self.seed}")
@@ -171,7 +156,13 @@ class Published:
         asked = []
         for _ in range(self.requests):
             g = pick.randrange(self.prefixes)
-            asked.append(Request(((prefix[g], self.shared), (next(keys), self.own)), self._answer(pick), g))
+            asked.append(
+                Request(
+                    ((prefix[g], self.shared), (next(keys), self.own)),
+                    pick.randint(self.answer // 2, 3 * self.answer // 2),
+                    g,
+                )
+            )
         return Workload(
             f"{self.prefixes} prefixes of {self.shared} tokens, {self.own} own, {self.concurrency} clients",
             [asked],
@@ -184,19 +175,7 @@ class Published:
             self.prefills,
             self.decodes,
             self.max_running,
-            begin=self.begin,
-            pace=self.pace,
         )
-
-    def _answer(self, pick: random.Random) -> int:
-        """Tokens of the next answer. Raises ValueError for a kind that there is not."""
-        if self.answers == "even":
-            return pick.randint(self.answer // 2, self.answer + self.answer // 2)
-        if self.answers == "long":
-            return min(10 * self.answer, 2 + round(pick.expovariate(1 / (self.answer - 2))))
-        if self.answers != "fixed":
-            raise ValueError(f"answers={self.answers}: even, fixed or long")
-        return self.answer
 
     def times(self) -> times.Times:
         return times.published()

@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -251,55 +251,27 @@ def write_pins(engine: Path | None = None, root: Path | None = None, path: Path 
     return sum(map(len, found.values()))
 
 
-def as_dicts(rows: list[Replacement]) -> list[dict[str, object]]:
-    """The register as plain data, for JSON."""
-    return [asdict(row) for row in rows]
-
-
-@dataclass(frozen=True)
-class FileOfChanges:
-    """A patch file for readers: its changes of the engine, and the number of its own parts."""
-
-    file: str
-    changes: list[Replacement]
-    own: int
-    upstream: str
-
-    @property
-    def own_parts(self) -> str:
-        """The helpers of this file, in words; "" where it has none."""
-        return f"And {self.own} {'part' if self.own == 1 else 'parts'} of its own." if self.own else ""
-
-
-def for_readers(rows: list[Replacement]) -> tuple[list[FileOfChanges], list[Replacement]]:
-    """The overlays' files, and the new modules."""
-    files = []
-    for file, group in groupby((row for row in rows if row.name != "*"), key=lambda row: row.file):
-        found = list(group)
-        changes = [row for row in found if row.kind != "adds"]
-        upstream = Counter(row.upstream for row in found).most_common(1)[0][0]
-        changes = [
-            row if row.upstream == upstream else replace(row, why=f"{row.why} {row.upstream}") for row in changes
-        ]
-        files.append(FileOfChanges(file, changes, len(found) - len(changes), upstream))
-    return files, [row for row in rows if row.name == "*"]
-
-
 def as_markdown(rows: list[Replacement]) -> str:
     """The register as a page in Markdown."""
-    files, modules = for_readers(rows)
     parts = [
         "# What the patch set changes in the engine",
-        "Made by `pd-radix patches --markdown`. *Extends*: a subclass takes the class's name. *Wraps*: calls what it "
-        "replaces. *Replaces*: does not.",
+        "Made by `pd-radix patches`. *Extends*: a subclass takes the class's name. *Wraps*: calls what it replaces. "
+        "*Replaces*: does not.",
         "*Until* names the change of the engine that makes a file unnecessary, or says that none is known. A number is "
         "of sgl-project/sglang; *merged* is on its main branch, *open* and *closed* are not.",
     ]
-    for file in files:
-        parts += [f"## `{file.file}`", f"Until: {file.upstream}" if file.upstream else ""]
-        parts.append(_table(("Name", "Kind", "Why"), [(f"`{r.name}`", r.kind, r.why) for r in file.changes]))
-        parts.append(file.own_parts)
-    if modules:
+    for file, group in groupby((row for row in rows if row.name != "*"), key=lambda row: row.file):
+        found = list(group)
+        changes = [row for row in found if row.kind != "adds"]
+        own = len(found) - len(changes)
+        upstream = Counter(row.upstream for row in found).most_common(1)[0][0]
+        cells = [
+            (f"`{row.name}`", row.kind, row.why if row.upstream == upstream else f"{row.why} {row.upstream}")
+            for row in changes
+        ]
+        parts += [f"## `{file}`", f"Until: {upstream}" if upstream else "", _table(("Name", "Kind", "Why"), cells)]
+        parts.append(f"And {own} {'part' if own == 1 else 'parts'} of its own." if own else "")
+    if modules := [row for row in rows if row.name == "*"]:
         table = _table(("File", "What it is", "Until"), [(f"`{r.file}`", r.why, r.upstream) for r in modules])
         parts += ["## New modules", table]
     return "\n\n".join(part for part in parts if part)

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sglang_pd_radix.errors import PdRadixError
 
@@ -76,6 +76,20 @@ def join_values(args: Sequence[str]) -> list[str]:
         else:
             joined.append(arg)
     return joined
+
+
+def keep_rest(parser: argparse.ArgumentParser, dest: str) -> None:
+    """Have ``parser`` keep the words that it does not know, as ``dest``, in their order."""
+    parse_known = parser.parse_known_args
+
+    def parse_all(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        found, rest = parse_known(args, namespace)
+        setattr(found, dest, [word for word in rest if word != "--"])
+        return found, []
+
+    # What an option of the engine begins with may be one of ours.
+    parser.allow_abbrev = False
+    parser.parse_known_args = parse_all  # type: ignore[method-assign,assignment]
 
 
 def split_options(text: str, option: str) -> list[str]:

@@ -7,22 +7,17 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from sglang_pd_radix import __version__
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.arguments import Parser, did_you_mean, join_values
-
-if TYPE_CHECKING:
-    from sglang_pd_radix.patching.registry import Replacement
 
 # Modules with add_arguments(parser) and run(args) -> int; only the given command's is imported.
 GROUPS = {
@@ -162,10 +157,7 @@ def _description(known: Sequence[str]) -> str:
 
 
 def _add_patches(parser: argparse.ArgumentParser) -> None:
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    form.add_argument("--json", action="store_true", help="print it as JSON")
-    form.add_argument("--write-pins", action="store_true", help="record the installed engine as the one patched")
+    parser.add_argument("--write-pins", action="store_true", help="record the installed engine as the one patched")
     parser.set_defaults(run=_patches)
 
 
@@ -179,12 +171,7 @@ def _patches(args: argparse.Namespace) -> int:
         print(f"{registry.write_pins()} pins written to {registry.PINS}, and to the {registry.PINS.name} of each extra")
         return 0
     rows = registry.replacements()
-    if args.json:
-        print(json.dumps(registry.as_dicts(rows), indent=2))
-    elif args.markdown:
-        print(registry.as_markdown(rows))
-    else:
-        _print_table(rows)
+    print(registry.as_markdown(rows))
     silent = [row for row in rows if row.undocumented]
     for row in silent:
         print(f"pd-radix: {row.file}:{row.line}: {row.name} has no docstring that says why", file=sys.stderr)
@@ -192,33 +179,6 @@ def _patches(args: argparse.Namespace) -> int:
     for one in drift:
         print(f"pd-radix: {one}", file=sys.stderr)
     return 1 if silent or drift else 0
-
-
-def _print_table(rows: list[Replacement]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from sglang_pd_radix.patching.registry import for_readers
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    files, modules = for_readers(rows)
-    for file in files:
-        table = Table(title=Text(file.file, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("Name", style="cyan", overflow="fold", no_wrap=console.width >= 100)
-        table.add_column("Kind")
-        table.add_column("Why", ratio=1)
-        for row in file.changes:
-            table.add_row(Text(row.name), row.kind, Text(row.why))
-        for note in filter(None, (file.own_parts, file.upstream and f"Until: {file.upstream}")):
-            table.add_row("", "", Text(note, style="dim"))
-        console.print(table)
-        console.print()
-    for row in modules:
-        until = f" Until: {row.upstream}" if row.upstream else ""
-        console.print(Text(row.file, style="bold"), Text(f"(new): {row.why}{until}"))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from .cluster import (
     option_value,
     with_defaults,
 )
-from .engine_options import check as check_engine_options
 from .make_model import make_model
 from .progress import Display
 from .up import check_json, check_may_switch, check_model, check_page_size, write_whole
@@ -93,11 +92,11 @@ def run(args: argparse.Namespace) -> int:
     check_json(args.json)
     check_may_switch("the demo", args.engine_options)
     check_page_size(args.engine_options)
-    check_engine_options(args.engine_options, "engine options")
     model = check_model(args.model) if args.model else None
     started = time.monotonic()
     chat = Chat(_pool(args), 64, args.clients, args.turns, args.document, args.question, args.answer)
-    with _work_dir(args.work_dir) as work_dir, Display(1) as show:
+    show = Display()
+    with _work_dir(args.work_dir) as work_dir:
         model = model or _made_model(work_dir, show)
         options = engine_options(args.engine_options, made_model=not args.model)
         computes = "local_prefill" in loader.extras()
@@ -293,24 +292,8 @@ def _judge_computed(found: Found, most: int | None) -> None:
 
 def print_report(found: Found, title: str) -> None:
     """Print the table of turns and the verdict to stdout."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=110)
-    heading, rows = report.turns_table(found.entry)
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE)
-    for name in heading:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console.print()
-    console.print(table)
-    for line in (*_lines(found), *(f"FAILED:   {failure}" for failure in found.failures)):
-        console.print(Text(line, style="bold red" if line.startswith("FAILED") else ""), soft_wrap=True)
+    print(f"\n{title}\n\n{report.markdown_table(*report.turns_table(found.entry))}\n")
+    print("\n".join([*_lines(found), *(f"FAILED:   {failure}" for failure in found.failures)]))
 
 
 def _lines(found: Found) -> Iterator[str]:

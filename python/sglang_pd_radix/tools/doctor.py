@@ -132,8 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report. Returns 1 if a check fails, otherwise 0."""
     urls = addresses([], args.gateway, None) if args.gateway else []
-    with Display() as show:
-        checks = [*diagnose(show=show), *([fleet(urls)] if urls else [])]
+    checks = [*diagnose(), *([fleet(urls)] if urls else [])]
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -145,11 +144,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
-def diagnose(timeout: float = TIMEOUT, show: Display | None = None) -> list[Check]:
+def diagnose(timeout: float = TIMEOUT) -> list[Check]:
     """All checks, in the order of the report. timeout: seconds, for all probes together."""
-    if show:
-        show.now(f"asking {', '.join(_PROBES)}: {timeout:.0f} s at most")
-    answers = ask(_PROBES, timeout, show)
+    Display().now(f"asking {', '.join(_PROBES)}: {timeout:.0f} s at most")
+    answers = ask(_PROBES, timeout)
     return [
         _python(),
         _engine(),
@@ -177,7 +175,7 @@ def _of(name: str, judge: Callable[[dict[str, Any]], Check], answer: dict[str, A
     return judge(answer)
 
 
-def ask(probes: dict[str, str], timeout: float, show: Display | None = None) -> dict[str, dict[str, Any]]:
+def ask(probes: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
     """Run each snippet in its own Python, all at once; returns their ``answer``.
 
     ``{"error": reason}`` if it raises or dies, ``{"late": reason}`` after ``timeout`` seconds.
@@ -195,9 +193,6 @@ def ask(probes: dict[str, str], timeout: float, show: Display | None = None) -> 
                 answers[name] = _read(output, child.returncode)
             except subprocess.TimeoutExpired:
                 answers[name] = {"late": f"no answer within {timeout:.0f} s"}
-            if show:
-                waited_for = ", ".join(probes.keys() - answers.keys())
-                show.step(f"waiting for {waited_for}", len(answers), f"{len(answers)}/{len(probes)}")
     finally:
         for child in children.values():
             _end(child)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
-import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
+import psutil
 import requests
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.hosts import host_addresses, is_loopback
 
 from .cluster.local_http import local_session, status_text
 from .operate.reading import (
@@ -28,9 +26,9 @@ from .operate.reading import (
     base_url,
     engine_requests,
     gateway_workers,
+    unreached,
 )
 from .operate.texts import printable
-from .process_group import kernel_stat, start_time
 from .progress import Display
 
 # Seconds between two looks; and seconds without requests before the end: requests that the gateway routed before may
@@ -57,51 +55,36 @@ def run(args: argparse.Namespace) -> int:
     """Drain the worker. Returns the exit code."""
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
-    started = "" if args.pid is None else check_pid(args.pid)
+    process = None if args.pid is None else check_pid(args.pid)
     (url,) = addresses([args.worker], None, None)
     deadline = time.monotonic() + args.timeout
-    with Display() as steps:
-        url = as_known(args.gateway, url, deadline, steps.now)
-        steps.now(f"asking {args.gateway} to send {url} nothing new")
-        steps.done(leave(args.gateway, url, deadline, steps.now, ends=args.pid is not None))
-        wait_empty(url, deadline, steps.now)
-        steps.done(f"{url} has ended what it had")
-        if args.pid is not None:
-            steps.now(f"ending process {args.pid}")
-            end(args.pid, started, deadline)
-            steps.done(f"process {args.pid} has ended")
+    steps = Display()
+    steps.now(f"asking {args.gateway} to send {url} nothing new")
+    steps.done(leave(args.gateway, url, deadline, steps.now))
+    wait_empty(url, deadline, steps.now)
+    steps.done(f"{url} has ended what it had")
+    if process is not None:
+        steps.now(f"ending process {args.pid}")
+        end(process, deadline)
+        steps.done(f"process {args.pid} has ended")
     return 0
 
 
-def as_known(gateway: str, url: str, deadline: float, say: Callable[[str], None]) -> str:
-    """The URL by which ``gateway`` knows the worker at ``url``; ``url`` if it does not know it.
-
-    Raises PdRadixError without an answer before ``deadline``.
-    """
-    known = {worker["url"] for worker in _known(gateway, deadline, say)}
-    if url in known:
-        return url
-    ours = _addresses(url)
-    same = [one for one in known if _port(one) == _port(url) and ours & _listed_addresses(gateway, one)]
-    return same[0] if len(same) == 1 else url
-
-
-def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], ends: bool = False) -> str:
+def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None]) -> str:
     """Have ``gateway`` remove a worker, with all its DP ranks. Returns a report.
 
-    An unknown worker that answers has been removed before, as by a drain that timed out. ends: its process will be
-    ended. Raises PdRadixError if removal fails or takes beyond ``deadline``, if it is the last worker of its kind, or
-    may be known by another name.
+    Raises PdRadixError if it does not know the worker, if removal fails or takes beyond ``deadline``, or if it is the
+    last worker of its kind.
     """
     known = _known(gateway, deadline, say)
     # DP ranks may be separate workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
-        if role := _role(url, deadline):
-            _check_unknown(gateway, url, [one["url"] for one in known if one.get("worker_type") == role], role, ends)
-            return f"{gateway} does not know {url}, which answers as a {role} worker, and sends it nothing"
         others = sorted({worker["url"] for worker in known})
-        raise PdRadixError(f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}")
+        raise PdRadixError(
+            f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}: name it as the gateway does; "
+            "one that it has let go of can be ended when pd-radix top shows it idle"
+        )
     nameless = [worker for worker in ours if "id" not in worker]
     if nameless:
         raise PdRadixError(f"{gateway} gives {url} no id by which it could be taken out: is that smg?")
@@ -127,67 +110,6 @@ def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], e
             raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {until - began:.0f} s")
         time.sleep(LOOK_S)
     return f"{gateway} sends {url} nothing new"
-
-
-def _check_unknown(gateway: str, url: str, others: list[str], role: str, ends: bool) -> None:
-    """Raise PdRadixError if a worker may be one of ``others``, the known ones of its role."""
-    ours = _addresses(url)
-    for other in others:
-        theirs = _listed_addresses(gateway, other)
-        # A host has several addresses; a worker may listen on one or all.
-        if _port(other) == _port(url) and (not theirs or ours & theirs or (_is_here(ours) and _is_here(theirs))):
-            there = "" if theirs else ", where that name is known"
-            raise PdRadixError(
-                f"{gateway} does not know {url}, which may be {other}: name it as the gateway does{there}"
-            )
-    if ends and not others:
-        raise PdRadixError(
-            f"{gateway} does not know {url} and lists no {role} worker, as one that was just started: "
-            "drain again once it lists others, or without --pid"
-        )
-
-
-def _listed_addresses(gateway: str, url: str) -> set[str]:
-    """The addresses of a listed worker, seen from its gateway: loopback means the gateway's host."""
-    theirs = _addresses(url)
-    if theirs and all(map(is_loopback, theirs)):
-        at = _addresses(base_url(gateway))
-        return theirs if _is_here(at) else at
-    return theirs
-
-
-def _addresses(url: str) -> set[str]:
-    """The IP addresses of a URL's host; empty if it cannot be resolved."""
-    try:
-        found = socket.getaddrinfo(urlsplit(url).hostname or "", None)
-    except (OSError, ValueError):
-        return set()
-    return {str(info[4][0]).partition("%")[0].removeprefix("::ffff:") for info in found}
-
-
-def _port(url: str) -> int:
-    """The port of a URL; 0 without a valid one."""
-    try:
-        parts = urlsplit(url)
-        return parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError:
-        return 0
-
-
-def _is_here(addresses: set[str]) -> bool:
-    own = {one.partition("%")[0] for one in host_addresses()}
-    return any(is_loopback(one) or one in own for one in addresses)
-
-
-def _role(url: str, deadline: float) -> str:
-    """The kind of PD worker at an address; "" if none answers in `LET_GO_S` seconds."""
-    until = min(time.monotonic() + LET_GO_S, deadline)
-    while True:
-        rank = Reader([url]).look().ranks[0]
-        # A busy worker answers late.
-        if not rank.unheard or not _listens(url) or time.monotonic() > until:
-            return rank.role if rank.role in ("prefill", "decode") else ""
-        time.sleep(LOOK_S)
 
 
 def _known(gateway: str, deadline: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -216,7 +138,7 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
     while True:
         ranks = reader.look().ranks
         # A busy worker answers late; an ended one has no listener.
-        if all(rank.error == SILENT for rank in ranks) and not _listens(url):
+        if all(rank.error == SILENT for rank in ranks) and unreached(url) == os.strerror(errno.ECONNREFUSED):
             raise PdRadixError(f"{url} {SILENT}")
         left = _left(ranks, url)
         now = time.monotonic()
@@ -232,17 +154,6 @@ def wait_empty(url: str, deadline: float, say: Callable[[str], None]) -> None:
                 raise PdRadixError(f"{url} has had nothing for less than {QUIET_S:g} s: give a longer --timeout")
             raise PdRadixError(f"{url} still has {left}. It gets nothing new")
         time.sleep(LOOK_S)
-
-
-def _listens(url: str) -> bool:
-    """Whether something may be listening at a worker's address."""
-    try:
-        socket.create_connection((urlsplit(url).hostname, _port(url)), timeout=TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _left(ranks: list[Rank], url: str) -> str:
@@ -268,37 +179,28 @@ def _left(ranks: list[Rank], url: str) -> str:
     return printable(said) or ("" if idle else "something that no queue has")
 
 
-def check_pid(pid: int) -> str:
-    """Start time of a process in kernel ticks, to detect a reused number.
-
-    Raises PdRadixError if ``pid`` is no process that can be ended. 0 and below are groups or all processes.
-    """
+def check_pid(pid: int) -> psutil.Process:
+    """The process of that number. Raises PdRadixError if there is none that can be ended."""
     try:
         if pid <= 1:
-            raise ProcessLookupError("no process of a worker has that number")
-        os.kill(pid, 0)
-    except (OSError, OverflowError) as error:
+            raise psutil.NoSuchProcess(pid, msg="no process of a worker has that number")
+        return psutil.Process(pid)
+    except psutil.Error as error:
         raise PdRadixError(f"--pid {pid}: {error}") from error
-    return start_time(pid)
 
 
-def end(pid: int, started: str, deadline: float) -> None:
-    """End the process ``pid`` that ``started`` then (`check_pid`), and wait for it; no-op if it has ended.
+def end(process: psutil.Process, deadline: float) -> None:
+    """End ``process``, and wait for it; no-op if it has ended, also if another has its number now.
 
     Raises PdRadixError if it cannot be ended or does not end.
     """
-    if start_time(pid) != started:
-        return
     try:
-        os.kill(pid, signal.SIGTERM)
-    except (ProcessLookupError, PermissionError) as error:
-        raise PdRadixError(f"process {pid} cannot be ended: {error}") from error
-    while _lives(pid, started):
-        if time.monotonic() > deadline:
-            raise PdRadixError(f"process {pid} has not ended")
-        time.sleep(LOOK_S)
-
-
-def _lives(pid: int, started: str) -> bool:
-    # A zombie has ended.
-    return start_time(pid) == started and kernel_stat(pid)[:1] not in ([], ["Z"], ["X"])
+        process.terminate()
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                raise PdRadixError(f"process {process.pid} has not ended")
+            time.sleep(LOOK_S)
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.AccessDenied as error:
+        raise PdRadixError(f"process {process.pid} cannot be ended: {error}") from error

@@ -38,21 +38,21 @@ def run(args: argparse.Namespace) -> int:
     (url,) = addresses([args.worker], None, None)
     health = base_url(args.gateway) + "/health"
     deadline = time.monotonic() + args.timeout
-    with Display() as steps:
-        steps.now(f"waiting until {url} is ready")
-        wait_ready(url, deadline)
-        worker = describe(url, deadline)
-        wrong = freeze(url)
-        steps.done(f"{url} is ready, a {worker['worker_type']} worker" + (wrong and f", but {wrong}"))
-        steps.now(f"asking {args.gateway} to take it in")
-        # The gateway may be starting together with its workers.
-        _until(
-            lambda: http(health, timeout=TIMEOUT_S)[0] == 200,
-            deadline,
-            f"{args.gateway} does not answer: is this the gateway's address, and does it run?",
-        )
-        enter(args.gateway, worker, deadline)
-        steps.done(f"{args.gateway} sends {url} requests")
+    steps = Display()
+    steps.now(f"waiting until {url} is ready")
+    wait_ready(url, deadline)
+    worker = describe(url, deadline)
+    wrong = freeze(url)
+    steps.done(f"{url} is ready, a {worker['worker_type']} worker" + (wrong and f", but {wrong}"))
+    steps.now(f"asking {args.gateway} to take it in")
+    # The gateway may be starting together with its workers.
+    _until(
+        lambda: http(health, timeout=TIMEOUT_S)[0] == 200,
+        deadline,
+        f"{args.gateway} does not answer: is this the gateway's address, and does it run?",
+    )
+    enter(args.gateway, worker, deadline)
+    steps.done(f"{args.gateway} sends {url} requests")
     return 0
 
 

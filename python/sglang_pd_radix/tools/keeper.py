@@ -83,7 +83,7 @@ class Keeper:
     def _take_out(self, process: Process) -> None:
         """Have the router remove it: otherwise requests for its prefixes would go to it for ever."""
         try:
-            leave(self._cluster.router_url, process.url, time.monotonic() + LEAVE_S, lambda _: None, ends=True)
+            leave(self._cluster.router_url, process.url, time.monotonic() + LEAVE_S, lambda _: None)
         except PdRadixError as error:
             self._say(f"{error}; requests that the router sends to it fail")
 

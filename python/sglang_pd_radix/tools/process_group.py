@@ -23,19 +23,6 @@ _TRACKER = b"multiprocessing.resource_tracker"
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def kernel_stat(pid: int) -> list[str]:
-    """The kernel's fields of a process from its state on (the third of proc(5)); empty if there is none."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()
-    return []
-
-
-def start_time(pid: int) -> str:
-    """A process's start time in kernel ticks, which distinguishes reused numbers; or ""."""
-    return next(iter(kernel_stat(pid)[19:]), "")
-
-
 def members(group: int) -> dict[int, bytes]:
     """Live processes (not zombies) of ``group``: pid to command line."""
     found = {}
@@ -43,7 +30,8 @@ def members(group: int) -> dict[int, bytes]:
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError):
-            state, _, pgrp = kernel_stat(int(entry.name))[:3]
+            with open(f"/proc/{entry.name}/stat", encoding="utf-8", errors="replace") as stat:
+                state, _, pgrp = stat.read().rpartition(")")[2].split()[:3]
             if int(pgrp) == group and state not in "ZX":
                 with open(f"/proc/{entry.name}/cmdline", "rb") as cmdline:
                     found[int(entry.name)] = cmdline.read()

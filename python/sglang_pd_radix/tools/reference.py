@@ -224,17 +224,11 @@ ENGINE_VARIABLES = (
     ),
     Variable("SGLANG_USE_CPU_ENGINE", "by whether there is a CUDA driver", "all", "1: run as on a CPU host; 0: never"),
     Variable("SGLANG_CPU_OMP_THREADS_BIND", "all", "all, on CPU hosts", "cores of each TP rank, such as `0\\|1`"),
-    Variable(
-        "SGLANG_USE_MODELSCOPE",
-        "False",
-        "all",
-        "models come from ModelScope; `pd-radix` does not check that they exist",
-    ),
     Variable("MC_FORCE_TCP", "", "prefill, decode", "1: Mooncake uses TCP even with RDMA devices"),
 )
 
 #: What this package sets or reads and nobody else should: how its own processes tell each other.
-INTERNAL_VARIABLES = ("SGLANG_PD_RADIX_TOLD", "SGLANG_PD_RADIX_SELF_TEST_FAULTS", "SGLANG_PD_RADIX_KV_RECORDS")
+INTERNAL_VARIABLES = ("SGLANG_PD_RADIX_TOLD", "SGLANG_PD_RADIX_KV_RECORDS")
 
 #: Routes on a prefill's bootstrap server: method and path, who asks, what it answers.
 ROUTES = {

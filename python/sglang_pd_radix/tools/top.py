@@ -13,8 +13,7 @@ from .operate.columns import COLUMNS, LEGEND
 from .operate.reading import Reader, addresses, check_listening
 
 _EPILOG = f"""
-Keys: < and > choose the column that workers are sorted by, r turns the order, q ends; h, w, b and f sort by what
-was held, by what waits, by bytes sent and by failures.
+Ctrl-C ends it.
 
 {LEGEND}
 """
@@ -33,13 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it. Returns the exit code: with --json 1 if a worker could not be read, 128 + n after signal n."""
+    """Show it. Returns the exit code: with --json 1 if a worker could not be read."""
     # Also refuses NaN.
     if not args.interval > 0:
         raise PdRadixError(f"--interval is {args.interval:g}: give a number of seconds above 0")
-    # The view reads keys from stdin and draws on stderr. A redirected stdout means that no view is wanted.
-    if not args.json and not all(map(os.isatty, range(3))):
-        raise PdRadixError("the live view needs a terminal as its input and output: give --json to look once")
+    if not args.json and not os.isatty(1):
+        raise PdRadixError("the live view needs a terminal as its output: give --json to look once")
     urls = addresses(args.worker, args.gateway, args.deployment)
     check_listening(urls)
     reader = Reader(urls)
@@ -47,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
         look = reader.look()
         print(json.dumps(look.as_dict(), indent=2))
         return int(any(rank.error for rank in look.ranks))
+    from .operate.screen import watch
+
     try:
-        from .operate.screen import Top
-    except ImportError as error:
-        raise PdRadixError("the live view needs textual: pip install 'sglang-pd-radix[top]'; or --json") from error
-    top = Top(reader, args.interval, args.sort)
-    top.run()
-    return top.return_code or 0
+        watch(reader, args.interval, args.sort)
+    except KeyboardInterrupt:
+        pass
+    return 0

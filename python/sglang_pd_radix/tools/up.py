@@ -18,14 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
 from sglang_pd_radix.environment import API_KEY, patches_engine
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.supplied import cpu_host, mooncake_host, pegaflow_host
 
-from . import engine_options, hosted_model, process_group
-from .arguments import add_log_dir, split_options
+from . import process_group
+from .arguments import add_log_dir, keep_rest, split_options
 from .cluster import (
     HOST,
     RADIX_FLAG,
@@ -35,10 +33,8 @@ from .cluster import (
     named_gateway,
     option_value,
 )
-from .cluster.gateway import check_options
 from .cluster.startup import NotReadyError
 from .keeper import RESTARTS, STEADY_S, Keeper
-from .locked_directory import alone
 from .progress import Display
 from .trace import VARIABLE as ENDED_REQUESTS
 
@@ -112,8 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-args", default="", metavar="ARGS", help="engine options for prefill workers only")
     parser.add_argument("--decode-args", default="", metavar="ARGS", help="engine options for decode workers only")
     parser.add_argument("--router-args", default="", metavar="ARGS", help="options for the router")
-    parser.add_argument("engine_options", nargs="*", metavar="-- ENGINE OPTIONS", help="engine options for all workers")
-    engine_options.accept(parser)
+    keep_rest(parser, "engine_options")
 
 
 def decode_options(args: Sequence[str], radix: bool, env: dict[str, str] | None = None) -> list[str]:
@@ -138,7 +133,6 @@ def check_model(path: str) -> str:
         return str(directory)
     if directory.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise PdRadixError(f"no model at {path}: `pd-radix make-model {path}` makes a small one")
-    hosted_model.check(path)
     return path
 
 
@@ -163,32 +157,6 @@ def check_json(path: Path | None) -> None:
         raise PdRadixError(f"--json {path}: {behind.parent} may not be written to; give another file")
 
 
-def owner(path: Path) -> int | None:
-    """The process of the deployment described by a file of ``pd-radix up --json``; None without a file."""
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["owner_pid"]) if path.is_file() else None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
-
-
-def check_unowned(path: Path | None) -> None:
-    """Raise PdRadixError if ``path`` describes a running deployment."""
-    pid = owner(path) if path else None
-    if path and pid is not None and _wrote(pid, path):
-        raise PdRadixError(f"--json {path}: it describes a deployment that runs, of process {pid}; give another file")
-
-
-def _wrote(pid: int, path: Path) -> bool:
-    """Whether process ``pid`` runs, and started before ``path`` was written.
-
-    A killed process leaves its file, and its number may be reused; in a container it is often the same.
-    """
-    try:
-        return psutil.Process(pid).create_time() <= path.stat().st_mtime
-    except (OSError, ValueError, OverflowError, psutil.Error):
-        return False
-
-
 def check_log_dir(path: Path | None) -> None:
     """Create the log directory ``path``. Raises PdRadixError if that fails."""
     try:
@@ -196,18 +164,6 @@ def check_log_dir(path: Path | None) -> None:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PdRadixError(f"--log-dir {path}: it cannot be made: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def own_log_dir(path: Path | None) -> Iterator[None]:
-    """Create the log directory ``path`` and lock it against other `pd-radix up`, which would overwrite the logs.
-
-    Raises PdRadixError if it cannot be created, or is locked.
-    """
-    check_log_dir(path)
-    refusal = f"--log-dir {path}: a deployment that runs has its logs there; give another directory"
-    with alone(path, refusal) if path else contextlib.nullcontext():
-        yield
 
 
 def check_port(host: str, port: int | None) -> None:
@@ -262,13 +218,6 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def remove_json(path: Path) -> None:
-    """Remove the file that this process has written, unless another has replaced it."""
-    if owner(path) == os.getpid():
-        with contextlib.suppress(OSError):
-            _behind(path).unlink()
-
-
 def _behind(path: Path) -> Path:
     """The target of ``path``'s symbolic links."""
     return Path(os.path.realpath(path))
@@ -308,7 +257,6 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
     check_json(args.json)
-    check_unowned(args.json)
     check_log_dir(args.log_dir)
     # The router takes IP addresses only.
     host = HOST if args.host == "localhost" else args.host
@@ -321,13 +269,11 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
         more["pegaflow"] = pegaflow
     gateway = named_gateway(args.router)
     of_router = split_options(args.router_args, "--router-args")
-    check_options(gateway, of_router)
-    common = [*args.engine_given, *args.engine_options]
+    common = args.engine_options
     of_prefill = split_options(args.prefill_args, "--prefill-args")
     of_decode = split_options(args.decode_args, "--decode-args")
-    for options, where in ((common, "engine options"), (of_prefill, "--prefill-args"), (of_decode, "--decode-args")):
+    for options in (common, of_prefill, of_decode):
         check_page_size(options)
-        engine_options.check(options, where)
     of_decode = decode_options(of_decode, args.radix)
     check_backend(args.backend, [*common, *of_prefill], of_decode)
     if args.model_path is None:
@@ -357,11 +303,6 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
 
 def run(args: argparse.Namespace) -> int:
     """Start it, serve until a signal or a failure, stop it. Returns the exit code."""
-    with own_log_dir(args.log_dir):
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
     signals: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -373,15 +314,14 @@ def _run(args: argparse.Namespace) -> int:
 
     # Handlers only set a mark: an exception between a process's start and its registration would lose it.
     process_group.on_end(note)
-    with Display() as show:
-        cluster = cluster_from(args, on_progress=show.startup, on_wait=end_if_asked)
-        try:
-            cluster.start()
-        except _Ended as ended:
-            _say("ended while starting; nothing is left running")
-            return 128 + ended.signum
-        except NotReadyError as error:
-            raise PdRadixError(f"{error}; give more time with --timeout if they show progress") from error
+    cluster = cluster_from(args, on_progress=Display().startup, on_wait=end_if_asked)
+    try:
+        cluster.start()
+    except _Ended as ended:
+        _say("ended while starting; nothing is left running")
+        return 128 + ended.signum
+    except NotReadyError as error:
+        raise PdRadixError(f"{error}; give more time with --timeout if they show progress") from error
     try:
         if args.json:
             write_json(args.json, cluster.describe())
@@ -390,7 +330,7 @@ def _run(args: argparse.Namespace) -> int:
         # A signal may also come during a restart.
         with contextlib.suppress(_Ended):
             while not signals:
-                if keeper.attend() and args.json and owner(args.json) == os.getpid():
+                if keeper.attend() and args.json:
                     # On a full disk the old file stays.
                     with contextlib.suppress(PdRadixError):
                         write_json(args.json, cluster.describe())
@@ -401,7 +341,8 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         cluster.stop()
         if args.json:
-            remove_json(args.json)
+            with contextlib.suppress(OSError):
+                _behind(args.json).unlink()
     _say(f"stopped; logs are in {cluster.log_dir}")
     return 0
 

@@ -24,8 +24,7 @@ from sglang_pd_radix.errors import PdRadixError
 
 from . import doctor
 from .arguments import add_log_dir
-from .bench import command, deploy, measure, parted, report, turns
-from .bench.workload import KINDS, Tokens, Workload
+from .bench import command, deploy, measure
 from .cluster import add_router_option, named_gateway, option_value
 from .make_model import make_model
 from .progress import Display
@@ -35,10 +34,9 @@ from .up import (
     check_may_switch,
     check_model,
     check_page_size,
-    own_log_dir,
     write_json,
 )
-from .verification import kv_record, self_test
+from .verification import kv_record
 from .verification.asking import ANSWER_TOKENS
 from .verification.check import Check
 from .verification.judging import Part, Verdict
@@ -46,12 +44,6 @@ from .verification.script import Script, tokens_to_hold
 
 _BACKENDS = ("nixl", "mooncake")
 
-# Limit for the benchmark's workload (a). Times are reported, not judged: one run of each side shows little.
-MOST_OVER_LEAST = 1.05
-# Less than the lower bound means uncounted bytes; tolerance for float division.
-LEAST_OVER_LEAST = 0.999
-# Part of answers that may differ if texts do not determine their tokens.
-MOST_UNREADABLE = 0.03
 # Part of decode's pools that the prompts may fill; the rest is for waiting requests and the reserve.
 FILLED = 0.7
 
@@ -60,10 +52,7 @@ Engine options for all workers follow after --. Three workers run: on one GPU ea
 
   pd-radix verify --model Qwen/Qwen3-0.6B -- --page-size 64 --mem-fraction-static 0.25
 
---self-test asks whether the verdict can be believed: faults are made in decode's KV on purpose, one at a time, and each
-must be found. It asks fewer prompts, and leaves the benchmark out.
-
-Exit code: 0 the verdict is PASSED (and every fault was found), 1 it is not, 2 bad usage, 128 and its number where a
+Exit code: 0 the verdict is PASSED, 1 it is not, 2 bad usage, 128 and its number where a
 signal has ended it (130 for Ctrl-C).
 """
 
@@ -81,11 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checked.add_argument("--backend", choices=_BACKENDS, default="nixl", help="KV transfer (default: nixl)")
     add_router_option(checked)
     checked.add_argument("--seed", type=int, default=0, metavar="N", help="another seed asks other tokens")
-    checked.add_argument(
-        "--self-test",
-        action="store_true",
-        help="make faults on purpose; each must be found (the benchmark is left out)",
-    )
     written = parser.add_argument_group("what is written")
     written.add_argument("--json", type=Path, metavar="FILE", help="write the verdict and its figures there")
     add_log_dir(written)
@@ -102,13 +86,11 @@ def run(args: argparse.Namespace) -> int:
     verdict = Verdict(_versions() | {"router": named_gateway(args.router).version})
     unused = {*_BACKENDS} - {args.backend}
     interrupted = False
+    show = Display()
     with (
         tempfile.TemporaryDirectory(prefix="pd-radix-verify-") as scratch,
-        own_log_dir(args.log_dir),
-        Display() as show,
         _log_dir(args.log_dir, verdict, show) as logs,
     ):
-        show.now("asking pd-radix doctor")
         checks = [check for check in doctor.diagnose() if check.name not in unused]
         _tell_doctor(checks, args.backend, verdict)
         try:
@@ -172,15 +154,12 @@ def _log_dir(given: Path | None, verdict: Verdict, show: Display) -> Iterator[Pa
 
 
 def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, verdict: Verdict, show: Display) -> None:
-    sizes = KINDS["a"]()
-    for name, value in {**command.QUICK["a"], **command.QUICK_SHAPE}.items():
-        setattr(sizes, name, value)
     options = deploy.engine_options(args.engine_options, command.PAGE_SIZE, made_model=not args.model)
-    sizes.pool = max(sizes.pool, _pool(options))
+    shape = deploy.Shape(max(command.QUICK_SHAPE["pool"], _pool(options)), command.QUICK_SHAPE["reserve"])
 
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(contextlib.closing(measure.LoadGenerator(model, logs / "load.log")))
-        deployment, written = _deployment(args, model, logs, records, command.shape_of(sizes), options, show)
+        deployment, written = _deployment(args, model, logs, records, shape, options, show)
         show.now("starting a prefill and two decode workers")
         stack.enter_context(deployment)
         # Before the servers are stopped: a dead worker is a better reason than its failed request.
@@ -189,16 +168,9 @@ def _verify(args: argparse.Namespace, model: str, logs: Path, records: Path, ver
         verdict.setting |= _setting(args, info)
         load.wait_ready()
         bigrams = bool(info.get("speculative_algorithm"))
-        script = Script(load.words, info["page_size"], args.seed, bigrams, small=args.self_test)
+        script = Script(load.words, info["page_size"], args.seed, bigrams)
         check = Check(deployment, script, info, *written)
         _judge_answers(check, verdict, show)
-        if args.self_test:
-            self_test.judge(verdict, self_test.run(check, show.now))
-        else:
-            check.stop_records()
-            workload = sizes.make("a", Tokens(load.words, args.seed))
-            _measure(verdict, deployment, load, workload, info, show)
-            verdict.part("pools").failures += deployment.problems(deployment.variants[1])
         verdict.part("pools").lines.append(_pools_told(deployment.counts_pages))
 
 
@@ -237,8 +209,6 @@ def _deployment(
     """The servers, not yet started, and the record directories of prefill, and of decode without and with the flag."""
     written = [kv_record.Records(records / name) for name in ("prefill", "off", "on")]
     prefill, off, on = (kv_record.environment(each.directory, dict(os.environ)) for each in written)
-    if args.self_test:
-        on |= self_test.environment()
     deployment = deploy.Deployment(
         model,
         shape,
@@ -283,57 +253,6 @@ def _judge_answers(check: Check, verdict: Verdict, show: Display) -> None:
     show.now("flag on: all of it scored")
     check.judge_on(verdict, runs)
     verdict.part("pools").failures += problems
-
-
-def _measure(
-    verdict: Verdict,
-    deployment: deploy.Deployment,
-    load: measure.LoadGenerator,
-    workload: Workload,
-    info: dict[str, Any],
-    show: Display,
-) -> None:
-    """The benchmark's workload (a) in small, once on each side. info: a worker's server info."""
-    off, on = deployment.variants
-    page_size = info["page_size"]
-    part = verdict.part("benchmark (a)")
-    runs = {}
-    for variant in (off, on):
-        show.now(f"workload (a) in small, flag {variant.name}")
-        measure.run_once(deployment, load, workload.beginning(turns.WARM_UP_REQUESTS), variant, 0, page_size)
-        runs[variant.name] = measure.run_once(deployment, load, workload, variant, 1, page_size)
-        part.failures += [f"(a), flag {variant.name}: {problem}" for problem in runs[variant.name].problems]
-    a, b = (runs[name].figures for name in ("off", "on"))
-    if not (a["sent_bytes"] and b["least_pages"]):
-        raise PdRadixError("(a): prefill sent nothing, so that nothing can be compared: see the workers' logs")
-    over_least = b["sent_bytes"] / (b["least_pages"] * a["sent_bytes"] / a["prompt_pages"])
-    exact = str(info["dtype"]).endswith("float32")
-    ratios = {key: b[key] / a[key] for key in ("requests_per_s", "ttft_p50_s", "itl_mean_s", "sent_bytes")}
-    different = sum(report.compare_answers([runs["off"].texts, runs["on"].texts]))
-    verdict.figures["(a)"] = {"off": a, "on": b, "different_answers": different}
-    part.lines.append(
-        f"in small, one run, on over off: requests/s {ratios['requests_per_s']:.2f}, "
-        f"TTFT p50 {ratios['ttft_p50_s']:.2f}, ITL mean {ratios['itl_mean_s']:.2f}, KV sent {ratios['sent_bytes']:.2f} "
-        f"({over_least:.3f} times the lower bound); {workload.requests - different} of {workload.requests} answers "
-        f"are the same{'' if exact else ' (not judged: rounding parts answers, see above)'}"
-    )
-    # What decode computes is not sent.
-    least = 0.0 if b.get("computed_tokens") else LEAST_OVER_LEAST
-    if not least <= over_least <= MOST_OVER_LEAST:
-        part.failures.append(f"(a): {over_least:.3f} times the lower bound was sent, not 1 to {MOST_OVER_LEAST}")
-    # In float32 one answer in a thousand parts too, where two tokens tie.
-    partings = parted.find([runs["off"], runs["on"]]) if exact else []
-    if partings:
-        looks = parted.look(deployment, load, workload, partings, show.now, workload.requests)
-        alike = sum(map(parted.explained, looks))
-        part.lines.append(
-            f"{alike} of the {len(looks)} answers that part do so where two tokens are as likely, asked alone"
-        )
-        unreadable = [note for note in looks if parted.unreadable(note)]
-        if len(unreadable) <= MOST_UNREADABLE * workload.requests:
-            part.unknown += [f"(a): {parted.told(note)}" for note in unreadable]
-            looks = [note for note in looks if not parted.unreadable(note)]
-        part.failures += [f"(a): {problem}" for problem in parted.problems(looks)]
 
 
 def _versions() -> dict[str, Any]:

@@ -121,12 +121,12 @@ def server_info(url: str) -> dict[str, Any]:
     return json.loads(content)
 
 
-def idle_pools(url: str) -> list[dict[str, Any]]:
-    """`told_pools` of the worker at ``url``, once all ranks are idle or after 10 seconds.
+def idle_pools(url: str, seconds: float = 10) -> list[dict[str, Any]]:
+    """`told_pools` of the worker at ``url``, once all ranks are idle or after ``seconds``.
 
     Empty without this package; also of an earlier version without a single KV pool.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds
     while True:
         pools = told_pools(server_info(url))
         if all(pool["idle"] for pool in pools) or time.monotonic() > deadline:

@@ -200,7 +200,7 @@ def of(runs: Sequence[Run]) -> dict[str, Any]:
         for reason in (LOST, RETRACTED)
         if (count := sum((name, life["kind"]) == (side, reason) for name, life in lives))
     ]
-    return {"breakdown": {"groups": groups, "left_out": left_out, "requests": _each(runs)}}
+    return {"breakdown": {"groups": groups, "left_out": left_out}}
 
 
 def _turns(turn: int | None) -> str:
@@ -221,18 +221,6 @@ def summary(kind: str, lives: Sequence[Mapping[str, float]]) -> dict[str, Any]:
                 figures = {"p50_ms": percentile(ms, 50), "p99_ms": p99(ms), "mean_ms": sum(ms) / len(ms)}
                 stages[stage.name] = {"requests": len(ms), **{key: round(one, 3) for key, one in figures.items()}}
     return {"requests": len(lives), "stages": stages}
-
-
-def _each(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Each request: ms since its client sent it, by ``who.what``, sorted by time."""
-    found = []
-    for run in runs:
-        for life in run.lives:
-            began = life["times"]["client.sent"]
-            ms = {key: round(1e3 * (at - began), 3) for key, at in sorted(life["times"].items(), key=lambda e: e[1])}
-            known = {key: life[key] for key in ("rid", "turn", "kind")}
-            found.append({"side": run.variant, "run": run.number, **known, "ms": ms})
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ tables

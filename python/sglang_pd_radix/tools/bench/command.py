@@ -23,13 +23,11 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
 from sglang_pd_radix.tools.arguments import hidden
 from sglang_pd_radix.tools.cluster import Progress, add_router_option, named_gateway
-from sglang_pd_radix.tools.locked_directory import alone
 from sglang_pd_radix.tools.make_model import ModelShape, make_model
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.up import check_may_switch, check_model, check_page_size
 
-from . import breakdown, compared, goodput, parted, record, report
-from .chart import check_libraries
+from . import breakdown, goodput, record, report
 from .deploy import AGGREGATED, OFF, POLICY, Deployment, Shape, Side, engine_options, pool_of_ordinary
 from .measure import LoadGenerator
 from .rates import parse_rates
@@ -113,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="out",
         type=Path,
         metavar="DIR",
-        help="directory for the report (Markdown, pictures), report.json and record.json; it must have no report yet "
+        help="directory for the report (Markdown), report.json and record.json; it must have no report yet "
         "(default: bench-report, or bench-report-2 and so on)",
     )
     _add_slo_arguments(parser.add_argument_group("rates that keep a target"))
@@ -247,10 +245,14 @@ def _has_report(out: Path) -> bool:
     return any((out / name).exists() for name in REPORTS)
 
 
-def _unused_directory() -> Path:
-    """A default report directory without a report."""
+def _new_directory() -> Path:
+    """A default report directory, made here."""
     names = itertools.chain([OUT], (f"{OUT}-{number}" for number in itertools.count(2)))
-    return next(Path(name) for name in names if not _has_report(Path(name)))
+    while True:
+        path = Path(next(names))
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
 
 
 def run(args: argparse.Namespace) -> int:
@@ -266,25 +268,19 @@ def run(args: argparse.Namespace) -> int:
             print(f"{key:<3}" + "  ".join(f"{name}={value}" for name, value in vars(entry).items()))
         return 0
     check_may_switch("the benchmark", args.engine_options)
-    check_libraries()
     model = check_model(args.model) if args.model else None
-    args.out = args.out or _unused_directory()
-    if _has_report(args.out):
+    if args.out and _has_report(args.out):
         raise PdRadixError(f"--work-dir {args.out}: there is a report; give another directory, or remove it")
     try:
+        args.out = args.out or _new_directory()
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PdRadixError(f"--work-dir {args.out}: {error.strerror or error}") from error
+        raise PdRadixError(f"--work-dir {args.out or OUT}: {error.strerror or error}") from error
     options = engine_options(args.engine_options, PAGE_SIZE, made_model=not args.model)
     started = time.monotonic()
     document: dict[str, Any] = {"workloads": []}
-    with (
-        alone(
-            args.out, f"--work-dir {args.out}: a benchmark that runs writes its report there; give another directory"
-        ),
-        tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch,
-        Display(len(sizes), stamped=True) as show,
-    ):
+    show = Display(stamped=True)
+    with tempfile.TemporaryDirectory(prefix="pd-radix-bench-") as scratch:
         if model is None:
             show.now("making the model")
             model = str(make_model(Path(scratch) / "model", SHAPE))
@@ -298,8 +294,9 @@ def run(args: argparse.Namespace) -> int:
             raise
         finally:
             load.close()
-        files = _finish(document, args, runs, started)
-    _print(document, files)
+        text = _finish(document, args, runs, started)
+    print(text)
+    print(args.out)
     return 1 if any(entry["problems"] for entry in document["workloads"]) else 0
 
 
@@ -343,7 +340,7 @@ def _all(
             document.setdefault("setting", {"device": str(info["device"]), "dtype": str(info["dtype"])})
             page_size = info["page_size"]  # Some attention backends have their own, whatever was asked for.
             document["setting"] |= {"page_size": page_size, "model": _name_of(args.model)}
-            show.done(f"{_serving(shape, sides)} after {time.monotonic() - began:.0f} s")
+            show.now(f"{_serving(shape, sides)} after {time.monotonic() - began:.0f} s")
             tokens = Tokens(load.words, args.seed)
             for key in keys:
                 workload = sizes[key].make(key, tokens)
@@ -390,7 +387,9 @@ def _check_fits(key: str, workload: Workload, shape: Shape) -> None:
         )
 
 
-def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, started: float) -> list[Path]:
+def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, started: float) -> str:
+    """Write the report. Returns it as text."""
+
     def version(*names: str) -> str:
         for name in names:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -413,10 +412,11 @@ def _finish(document: dict[str, Any], args: argparse.Namespace, runs: int, start
         "python": platform.python_version(),
         "seconds": round(time.monotonic() - started, 1),
     }
-    if args.slo:
-        return goodput.write(document, args.out)
-    files = report.write(document, args.out)
-    return [*files, record.write(document, args.out)]
+    text, name = (goodput.markdown(document), "goodput") if args.slo else (report.markdown(document), "report")
+    report.write(document, text, args.out, name)
+    if not args.slo:
+        record.write(document, args.out)
+    return text
 
 
 def _shown(side: Side) -> dict[str, Any]:
@@ -430,51 +430,3 @@ def _name_of(model: str | None) -> str:
     if model is None:
         return "pd-radix make-model"
     return Path(model).name if Path(model).is_dir() else model
-
-
-def _print(document: dict[str, Any], files: Sequence[Path]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-
-    def show(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=Text(title), title_justify="left", box=box.SIMPLE)
-        for i, name in enumerate(heading):
-            table.add_column(name, justify="right" if i else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-
-    if "goodput" in document["workloads"][0]:
-        for entry in document["workloads"]:
-            show(f"({entry['key']}) {entry['title']}, {goodput.Slo(**entry['slo'])}", *goodput.table(entry))
-            for note in entry["notes"]:
-                console.print(Text(f"Note: ({entry['key']}) {note}"), soft_wrap=True)
-        return _print_end(document["workloads"], files, console)
-    show(report.describe(document), *report.headline(document))
-    console.print(Text(report.LEGEND), soft_wrap=True)
-    for entry in document["workloads"]:
-        for one in compared.tables(entry):
-            show(f"({entry['key']}) {entry['title']}", *one)
-    for entry in document["workloads"]:
-        for title, heading, rows in breakdown.tables(entry):
-            show(f"({entry['key']}) {title}", heading, rows)
-        for text in (*parted.sentences(entry["differences"]), *breakdown.notes(entry)):
-            console.print(Text(f"({entry['key']}) {text}"), soft_wrap=True)
-    _print_end(document["workloads"], files, console)
-
-
-def _print_end(entries: Sequence[dict[str, Any]], files: Sequence[Path], console: Any) -> None:
-    from rich.text import Text
-
-    for entry in entries:
-        for problem in entry["problems"]:
-            console.print(Text(f"FAILED: ({entry['key']}) {problem}", style="bold red"), soft_wrap=True)
-    for path in files:
-        if path.suffix != ".svg":
-            console.print(Text(str(path)), soft_wrap=True)

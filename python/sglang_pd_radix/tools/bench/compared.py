@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from .stats import Spread
@@ -25,11 +24,9 @@ _COLUMNS = (
 )
 
 
-def tables(entry: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Heading and rows, medians over the runs; empty for old reports without these figures."""
+def table(entry: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows, medians over the runs."""
     known = entry["runs"][0]["figures"]
-    if entry["chat"] and "later_ttft_p50_s" not in known:
-        return
     hidden = "ttft_p50_s" if entry["chat"] else ""  # Of all turns: a first turn is another request than a later one.
     columns = [column for column in _COLUMNS if column[2][0][0] in known and column[2][0][0] != hidden]
 
@@ -38,7 +35,7 @@ def tables(entry: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]
         first, *more = ("–" if math.isnan(value) else f"{value:.{digits}f}" for value in values)
         return first + "".join(f" ({value})" for value in more if first != "–")
 
-    yield (
+    return (
         ["side", *(heading for heading, _, _ in columns)],
         [[side, *(written(side, digits, parts) for _, digits, parts in columns)] for side in entry["variants"]],
     )

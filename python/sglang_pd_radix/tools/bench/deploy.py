@@ -256,19 +256,9 @@ class Deployment:
 
         NaN if no single pool has all KV, and for ordinary servers, which have no such record.
         """
-        pools = [] if variant.aggregated else self._decode_pools(variant)
+        urls = [] if variant.aggregated else self.decode_urls(variant)
+        pools = [pool for url in urls for pool in idle_pools(url)]
         return float(sum(pool.get("used_peak", math.nan) for pool in pools)) if pools else math.nan
-
-    def step_times(self, variant: Variant) -> list[dict[str, Any]]:
-        """Step-time estimates (``itl`` in ``kv_pool``) of this variant's decode ranks with an ITL target.
-
-        With several DP ranks each entry names its rank.
-        """
-        pools = [pool for pool in self._decode_pools(variant) if "itl" in pool]
-        return [{key: pool[key] for key in ("dp_rank",) if key in pool} | pool["itl"] for pool in pools]
-
-    def _decode_pools(self, variant: Variant) -> list[dict[str, Any]]:
-        return [pool for url in self.decode_urls(variant) for pool in idle_pools(url)]
 
     def counters(self, variant: Variant) -> dict[str, float]:
         """Summed counters of prefill and this variant's decode workers, and their CPU time.

@@ -8,20 +8,17 @@ limits: doubling until they do not, then bisection. The sides alternate from rat
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import process_group
-from sglang_pd_radix.tools.up import write_whole
+from sglang_pd_radix.tools.progress import Display
 
 from . import parted
 from .asked import RequestFailed
-from .chart import Chart, Line
 from .deploy import Deployment, Side
 from .measure import LoadGenerator, Run, run_once
 from .rates import (
@@ -36,11 +33,8 @@ from .rates import (
     measure_given,
     search_all,
 )
-from .report import as_json, caption
+from .report import markdown_table
 from .workload import Request, Tokens, Workload
-
-if TYPE_CHECKING:
-    from .turns import Show
 
 #: Least requests of one measurement: fewer say nothing about 99%, and little about 90%.
 LEAST_REQUESTS = 20
@@ -57,8 +51,6 @@ RATES_GIVEN = "the rates were given: of a side that keeps its greatest, a greate
 NOT_COMPARED = "answers are not compared: in this type rounding parts them (in float32 they are)"
 #: Longest time accepted, seconds.
 DAY_S = 86400.0
-COLORS = {"off": "#d97706", "on": "#2563eb", "target": "#059669"}
-MORE_COLORS = ("#9333ea", "#db2777", "#6b7280")
 
 
 @dataclass(frozen=True)
@@ -195,8 +187,8 @@ def sent_late(searches: Mapping[str, Search], slo: Slo) -> list[str]:
 class Measurements:
     """All measurements of one workload. A side ends with its first failed request.
 
-    seconds: of one measurement. runs: those of searched rates, numbered per side from 1. learned: step-time estimates
-    of its decode workers. failed: sides with a failed request, and its rate; None in the warm-up.
+    seconds: of one measurement. runs: those of searched rates, numbered per side from 1. failed:
+    sides with a failed request, and its rate; None in the warm-up.
     """
 
     deployment: Deployment
@@ -206,10 +198,9 @@ class Measurements:
     seconds: float
     tokens: Tokens
     page_size: int
-    show: Show
+    show: Display
     runs: list[Run] = field(default_factory=list)
     problems: set[str] = field(default_factory=set)
-    learned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     failed: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,7 +215,6 @@ class Measurements:
     def trial(self, name: str, rate: float) -> Trial | None:
         """Measure side ``name`` at ``rate`` per second; None if a request fails or has failed before."""
         at = f"{rate:.3g} requests/s"
-        self.show.step(f"({self.workload.key}) {name}, {at}", 0, "")
         number = 1 + sum(run.variant == name for run in self.runs)
         requests = open_loop(self.workload, rate, self.seconds, self.tokens)
         run = None if name in self.failed else self._asked(name, at, requests, number, rate)
@@ -233,19 +223,18 @@ class Measurements:
         self.runs.append(run)
         self.problems.update(f"{name}, {at}: {problem}" for problem in run.problems)
         trial = Trial.of(rate, run, self.slo)
-        self.show.done(f"{name}, {at}: {told(trial)}")
+        self.show.now(f"{name}, {at}: {told(trial)}")
         return trial
 
     def _asked(self, name: str, at: str, requests: Workload, number: int, rate: float | None) -> Run | None:
         side = self.sides[name]
         try:
             run = run_once(self.deployment, self.load, requests, side, number, self.page_size)
-            self.learned[name] = self.deployment.step_times(side)
         except PdRadixError as error:
             # Other errors are not the side's fault.
             self.failed[name] = rate if isinstance(error, RequestFailed) else None
             self.problems.add(f"{name}, {at}: {error}; it was measured no further")
-            self.show.done(f"{name}, {at}: {error}")
+            self.show.now(f"{name}, {at}: {error}")
             return None
         return run
 
@@ -291,7 +280,7 @@ class Findings:
             search_all(self.searches, measured.trial)
         if self.exact:
             show = measured.show
-            show.step(f"({measured.workload.key}) comparing the answers", 0, "")
+            show.now(f"({measured.workload.key}) comparing the answers")
             self.compared = compare(measured.deployment, measured.load, measured.workload, measured.runs, show)
 
     def entry(self) -> dict[str, Any]:
@@ -313,7 +302,6 @@ class Findings:
         notes += not_known(searches)
         entry = entry_of(measured.workload, slo, searches, [*sorted(problems), *self.compared.problems], notes)
         return entry | {
-            "step_times": measured.learned,
             "interrupted": self.interrupted,
             "differences": self.compared.looks,
         }
@@ -326,7 +314,7 @@ def measure(
     plan: Plan,
     tokens: Tokens,
     page_size: int,
-    show: Show,
+    show: Display,
     exact: bool,
     keep: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> dict[str, Any]:
@@ -337,7 +325,7 @@ def measure(
     disk), which is raised again.
     """
     seconds = max(plan.seconds, lasting_s(plan.slo))
-    show.begin(f"({workload.key}) {workload.title}: {plan.slo}", 0)
+    show.done(f"({workload.key}) {workload.title}: {plan.slo}")
     measured = Measurements(deployment, load, workload, plan.slo, seconds, tokens, page_size, show)
     measured.warm_up()
     findings = Findings(measured, plan, exact)
@@ -351,19 +339,18 @@ def measure(
             findings.interrupted = True
             keep(findings.entry())
         raise
-    show.end()
     return findings.entry()
 
 
 def compare(
-    deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Show
+    deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Display
 ) -> Compared:
     """Compare the answers of all ``runs``: request i of ``workload`` is the same at every rate."""
     partings = parted.find(runs)
     if not partings:
         return Compared()
     try:
-        looks = parted.look(deployment, load, workload, partings, show.done, parted.MOST_JUDGED)
+        looks = parted.look(deployment, load, workload, partings, show.now, parted.MOST_JUDGED)
     except PdRadixError as error:
         number = len({parting.number for parting in partings})
         told = f"answers to {number} requests are not identical, and could not be asked for again: {error}"
@@ -406,9 +393,6 @@ def told(trial: Trial) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ report
-
-
 def table(entry: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Heading and rows: each side's goodput, and what clients saw at that rate."""
     heading = ["side"]
@@ -446,39 +430,6 @@ def _rate_told(measured: Search, share: float) -> str:
     return f"{right:.2f}" + (f" to below {wrong:.3g}" if wrong / right > PRECISION else "")
 
 
-def charts(entry: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Chart]:
-    """By file name: goodput over the rate, and the ITL paid for requests per second."""
-    trials = {name: [Trial(**t) for t in found] for name, found in entry["trials"].items()}
-    more = iter(MORE_COLORS * len(trials))
-    colors = {name: COLORS.get(name) or next(more) for name in trials}
-
-    def lines(x: Callable[[Trial], float], y: Callable[[Trial], float]) -> list[Line]:
-        return [
-            Line(name, colors[name], [(x(t), y(t)) for t in sorted(found, key=lambda t: t.rate)])
-            for name, found in trials.items()
-        ]
-
-    slo = Slo(**entry["slo"])
-    note = caption(setting, entry, "each point is one run")
-    return {
-        "goodput": Chart(
-            f"Requests/s within {slo}",
-            "requests that come, per second",
-            "within both, per second",
-            lines(lambda t: t.rate, lambda t: t.good_per_s),
-            note=note,
-        ),
-        "itl": Chart(
-            "ITL and requests/s",
-            "requests answered per second",
-            "ITL mean, ms",
-            lines(lambda t: t.requests_per_s, lambda t: 1e3 * t.itl_mean_s),
-            mark=(1e3 * slo.itl_s, "target"),
-            note=note,
-        ),
-    }
-
-
 def markdown(document: Mapping[str, Any]) -> str:
     """The report as Markdown."""
     setting = document["setting"]
@@ -487,31 +438,12 @@ def markdown(document: Mapping[str, Any]) -> str:
     for entry in document["workloads"]:
         heading, rows = table(entry)
         lines += [f"## ({entry['key']}) {entry['title']}", "", f"Promised: {Slo(**entry['slo'])}.", ""]
-        lines += ["| " + " | ".join(heading) + " |", "|---" * len(heading) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines += ["", f"![goodput]({entry['key']}-goodput.svg)", "", f"![ITL]({entry['key']}-itl.svg)", ""]
+        lines += [markdown_table(heading, rows), ""]
         for name, trials in entry["trials"].items():
             lines += [f"**{name}**", ""]
             lines += [f"- {t['rate']:.3g}/s: {told(Trial(**t))}" for t in sorted(trials, key=lambda t: t["rate"])]
             lines.append("")
-        for name, states in entry.get("step_times", {}).items():
-            lines += [f"- {name} has learned: {json.dumps(state)}" for state in states]
         lines += [f"- Note: {note}" for note in entry.get("notes", ())]
         lines += [f"- {text}" for text in parted.sentences(entry.get("differences", ()))]
         lines += [f"- FAILED: {problem}" for problem in entry["problems"]]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def write(document: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the report as JSON (null for unknown figures), Markdown and pictures. Returns their paths."""
-    files = {
-        "goodput.json": as_json(document),
-        "goodput.md": markdown(document),
-    }
-    for entry in document["workloads"]:
-        files |= {
-            f"{entry['key']}-{name}.svg": chart.picture() for name, chart in charts(entry, document["setting"]).items()
-        }
-    for name, text in files.items():
-        write_whole(out / name, text)
-    return [out / name for name in files]

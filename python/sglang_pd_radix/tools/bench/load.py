@@ -7,8 +7,8 @@ own trace format only.
 One JSON object per line.
 In: ``{"number", "key", "url", "concurrency", "encode", "requests": [{"ids", "answer", "arrival_s"}]}``; ``key`` is the
 servers' API key, or null. With ``"rids": true`` each request has a rid of its own.
-Out: ``{"done": n}`` as answers complete, then ``{"outputs": [...]}`` or ``{"error": "..."}``. For
-``{"number", "texts": [...]}``, ``{"ids": [...]}``: the token ids of each. Every line out has its job's ``number``:
+Out: ``{"outputs": [...]}`` or ``{"error": "..."}``. For ``{"number", "texts": [...]}``,
+``{"ids": [...]}``: the token ids of each. Every line out has its job's ``number``:
 a job that the parent has abandoned is finished all the same. What bench_serving prints goes to stderr.
 """
 
@@ -61,17 +61,13 @@ def main(model: str) -> int:
     DATASET_MAPPING["pd-radix"] = Given  # type: ignore[assignment]
     ask = engine.ASYNC_REQUEST_FUNCS["sglang"]
     send = engine.get_request
-    done = 0
 
     async def asked(request_func_input: Any, pbar: Any = None) -> Any:
-        nonlocal done
         place = places[id(request_func_input.prompt)]
         if job.get("rids"):
             # All requests share one dict.
             request_func_input.extra_request_body = request_func_input.extra_request_body | _named(job, place)
         output = outputs[place] = await ask(request_func_input, pbar)
-        done += 1
-        tell({"done": done})
         return output
 
     engine.ASYNC_REQUEST_FUNCS["sglang"] = asked
@@ -87,7 +83,6 @@ def main(model: str) -> int:
         requests = job["requests"]
         outputs[:] = [None] * len(requests)
         places.clear()
-        done = 0
         timed = any(request.get("arrival_s") is not None for request in requests)
         engine.get_request = functools.partial(send, use_trace_timestamps=True) if timed else send
         wrong = _run(engine, _arguments(job, model), outputs)

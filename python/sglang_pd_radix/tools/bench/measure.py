@@ -12,7 +12,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +20,15 @@ from typing import Any
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.cluster import http, log_tail
 from sglang_pd_radix.tools.cluster.local_http import servers_key
-from sglang_pd_radix.tools.workers import PREFILL_COUNTERS, parse_counters
 
 from . import breakdown
 from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
-from .stats import p99, percentile, quantiles
+from .stats import p99, percentile
 from .steady import SteadyClients
 from .workload import Request, Workload
 
-Progress = Callable[[int, int], None]
 # The last of a chat's early turns.
 EARLY = 10
 
@@ -85,7 +82,7 @@ class LoadGenerator:
         """Token ids for prompts, without the first and last, which may be special. Call when ready."""
         return range(self.vocabulary // 4, self.vocabulary * 3 // 4)
 
-    def run(self, job: dict[str, Any], progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
+    def run(self, job: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         """Run ``job`` (see `load.py`). Raises PdRadixError if it fails."""
         self.wait_ready()
         assert self._process.stdin
@@ -99,16 +96,13 @@ class LoadGenerator:
             message = self._next(check)
             if message["number"] != self._jobs:
                 continue  # of an abandoned job, which `load.py` finishes
-            if "done" in message:
-                progress(message["done"])
-            elif "error" in message:
+            if "error" in message:
                 raise PdRadixError(f"the load generator failed: {message['error']}. Its log is {self._log_path}")
-            else:
-                return message
+            return message
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of ``texts``. Raises PdRadixError if it cannot."""
-        return self.run({"texts": list(texts)}, lambda done: None, lambda: None)["ids"]
+        return self.run({"texts": list(texts)}, lambda: None)["ids"]
 
     def close(self) -> None:
         if self._process.poll() is None:
@@ -125,75 +119,39 @@ class LoadGenerator:
 # ---------------------------------------------------------------------------------------------------------- watching
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Workers' figures at one moment: requests and tokens on decode, bytes sent by prefill.
-
-    ``used_tokens``: held by requests. ``kept_tokens``: held by the cache only. NaN if no single pool has all KV.
-    ``sent_bytes``: NaN without a prefill worker.
-    """
-
-    at_s: float
-    running: int
-    waiting: int
-    used_tokens: float
-    kept_tokens: float
-    sent_bytes: float
-
-
-# Seconds between two samples.
+# Seconds between two looks.
 SAMPLE_S = 0.5
 
 
 class Watch(threading.Thread):
-    """Takes a `Sample` every `SAMPLE_S` seconds between `start` and `stop`."""
+    """Looks every `SAMPLE_S` seconds between `start` and `stop` how many requests run on decode."""
 
     def __init__(self, deployment: Deployment, variant: Variant) -> None:
         super().__init__(daemon=True)
         self._decode = deployment.decode_urls(variant)
-        self._prefill = deployment.prefill_urls_of(variant)
         self._end = threading.Event()
-        self.samples: list[Sample] = []
+        #: Most that was seen.
+        self.running = 0
 
     def run(self) -> None:
         while not self._end.is_set():
-            started = time.perf_counter()
-            sample = self._take()
-            if sample:
-                self.samples.append(sample)
-            self._end.wait(max(0.05, SAMPLE_S - (time.perf_counter() - started)))
+            self.look()
+            self._end.wait(SAMPLE_S)
 
-    def _take(self) -> Sample | None:
-        used: float
-        kept: float
-        running = waiting = used = kept = 0
-        sent = 0.0 if self._prefill else math.nan
-        before = time.perf_counter()
+    def look(self) -> None:
+        running = 0
         for url in self._decode:
             # Not /v1/loads: with --enable-metrics it fails under the FastAPI that this engine installs (its metrics
             # read the path of a route that has none).
-            loads, info = http(url + "/get_load", timeout=20), http(url + "/server_info", timeout=20)
-            if loads[0] != 200 or info[0] != 200:
-                return None
-            for load in json.loads(loads[1]):
+            status, content = http(url + "/get_load", timeout=20)
+            for load in json.loads(content) if status == 200 else ():
                 running += load["num_reqs"] - load["num_waiting_reqs"]
-                waiting += load["num_waiting_reqs"]
-            for state in json.loads(info[1])["internal_states"]:
-                pool = state.get("kv_pool", {})
-                one = "size" in pool
-                used += pool["size"] - pool["available"] - pool["evictable"] if one else math.nan
-                kept += pool["evictable"] if one else math.nan
-        at = (before + time.perf_counter()) / 2
-        for url in self._prefill:
-            status, content = http(url + "/metrics", timeout=20)
-            names = {"sent_bytes": PREFILL_COUNTERS["sent_bytes"]}
-            sent += parse_counters(content.decode(errors="replace"), names).get("sent_bytes", 0)
-        return Sample(at, running, waiting, used, kept, sent)
+        self.running = max(self.running, running)
 
-    def stop(self) -> list[Sample]:
+    def stop(self) -> int:
         self._end.set()
         self.join()
-        return self.samples
+        return self.running
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
@@ -207,9 +165,7 @@ class Run:
     number: int
     figures: dict[str, float]
     rounds: list[dict[str, float]]
-    series: list[dict[str, float]]
     ttft_s: list[float]
-    itl_quantiles_s: list[float]
     texts: list[str] = field(repr=False)
     prompts: list[Sequence[int]] = field(repr=False)
     problems: list[str] = field(default_factory=list)
@@ -246,8 +202,7 @@ class _Course:
         self._histories: dict[int, list[int]] = {}
         self.answered: list[list[Asked]] = []
         self.rounds: list[dict[str, float]] = []
-        self.warm_pages = 0
-        self._before = self.first = deployment.counters(variant)
+        self._before = deployment.counters(variant)
 
     @property
     def asked(self) -> list[Asked]:
@@ -258,19 +213,15 @@ class _Course:
         """Send the unmeasured requests before a round."""
         concurrency, check = self._workload.concurrency, self._steady.check
         _ask(self._load, self._url, requests, [r.ids for r in requests], concurrency, False, check)
-        self.warm_pages += sum(self._keeper.send(request.ids) for request in requests)
+        for request in requests:
+            self._keeper.send(request.ids)
         self._before = self._deployment.counters(self._variant)
 
-    def ask(self, requests: Sequence[Request], is_last: bool, progress: Progress) -> None:
+    def ask(self, requests: Sequence[Request], is_last: bool) -> None:
         """Send a round."""
         workload, histories, check = self._workload, self._histories, self._steady.check
         prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
-        already = sum(map(len, self.answered))
-
-        def told(done: int) -> None:
-            progress(already + done, workload.requests)
-
-        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check, told)
+        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check)
         if is_last:
             self._steady.stop()  # so that what they sent is complete when the workers are sampled
         beside = self._steady.fresh()
@@ -298,7 +249,6 @@ def run_once(
     variant: Variant,
     number: int,
     page_size: int,
-    progress: Progress = lambda done, of: None,
 ) -> Run:
     """Empty the caches, run all rounds, compute figures. Raises PdRadixError; RequestFailed if a request fails."""
     deployment.use(variant)
@@ -312,21 +262,18 @@ def run_once(
             for i, requests in enumerate(together):
                 if workload.warm:
                     course.warm_up(workload.warm[i])
-                course.ask(requests, i == len(together) - 1, progress)
+                course.ask(requests, i == len(together) - 1)
     finally:
-        samples = watch.stop()
+        running = watch.stop()
     asked, rounds = course.asked, course.rounds
-    figures = figures_of(asked, rounds, samples, course.index, deployment.used_peak(variant), steady.asked)
-    figures["least_pages_with_warm_up"] = figures["least_pages"] + course.warm_pages
+    figures = figures_of(asked, rounds, running, course.index, deployment.used_peak(variant), steady.asked)
     figures |= steady.figures() | (figures_of_turns(course.answered, rounds) if workload.chat else {})
     return Run(
         variant.name,
         number,
         figures,
         rounds,
-        _series_of(samples, min(a.start_s for a in asked), course.first["sent_bytes"]),
         first_tokens(asked),
-        quantiles([gap for a in asked for gap in a.itl_s], 200),
         [a.text for a in asked],
         [a.prompt for a in asked],
         deployment.problems(variant),
@@ -385,21 +332,6 @@ def _round_of(
     }
 
 
-def _series_of(samples: Sequence[Sample], began_s: float, sent_before: float) -> list[dict[str, float]]:
-    """Samples from the first request on; bytes since the run began."""
-    return [
-        {
-            "s": round(s.at_s - began_s, 2),
-            "running": s.running,
-            "waiting": s.waiting,
-            "used_tokens": s.used_tokens,
-            "kept_tokens": s.kept_tokens,
-            "sent_bytes": s.sent_bytes - sent_before,
-        }
-        for s in samples
-    ]
-
-
 def _ask(
     load: LoadGenerator,
     url: str,
@@ -408,15 +340,12 @@ def _ask(
     concurrency: int | None,
     encode: bool,
     check: Callable[[], None],
-    progress: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
     body = [
         {"ids": list(prompt), "answer": request.answer, "arrival_s": request.arrival_s}
         for prompt, request in zip(prompts, requests, strict=True)
     ]
-    outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, progress, check)[
-        "outputs"
-    ]
+    outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, check)["outputs"]
     for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
         if output["error"]:
             check()  # a dead worker is a better reason than its failed request
@@ -431,7 +360,7 @@ def _ask(
 def figures_of(
     asked: Sequence[Asked],
     rounds: Sequence[dict[str, float]],
-    samples: Sequence[Sample],
+    running_max: int,
     index: PageIndex,
     used_peak: float,
     steady: Sequence[Asked] = (),
@@ -472,8 +401,7 @@ def figures_of(
         **{name: total(name) / len(everything) for name in ("prefill_cpu_s", "decode_cpu_s", "cpu_s")},
         # Mean number of answers between first and last token, by the clients' clock.
         "answering_mean": sum(a.latency_s - a.ttft_s for a in asked) / duration,
-        "running_max": max((s.running for s in samples), default=0),
-        "used_tokens_max": max((s.used_tokens for s in samples), default=0),
+        "running_max": running_max,
         "used_peak": used_peak,
         "least_peak": least_peak,
         "peak_over_least": used_peak / least_peak,

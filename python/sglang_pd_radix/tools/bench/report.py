@@ -1,26 +1,21 @@
-"""The report: a JSON document, and Markdown and pictures made from it."""
+"""The report: a JSON document, and Markdown made from it."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.up import write_whole
 
 from . import breakdown, compared, parted
-from .chart import Bars, Chart, Line, median_line
 from .deploy import AGGREGATED
-from .stats import LEAST_FOR_P99, Spread, paired_ratio, percentile
+from .stats import LEAST_FOR_P99, Spread, paired_ratio
 
 Document = dict[str, Any]
-COLORS = {"off": "#d97706", "on": "#2563eb", "least": "#6b7280"}
-# Colors of further sides, in turn.
-MORE_COLORS = ("#059669", "#9333ea", "#db2777")
 
 
 @dataclass(frozen=True)
@@ -304,9 +299,7 @@ def describe(document: Document) -> str:
     s = document["setting"]
     versions = {"SGLang": "sglang", "sglang-pd-radix": "sglang_pd_radix", "torch": "torch"}
     parts = [s["date"], s["machine"], *(f"{name} {s[key]}" for name, key in versions.items())]
-    # Old records have the version of sglang-router only.
-    parts.append(s["router"] if " " in s["router"] else f"sglang-router {s['router']}")
-    parts += [f"{s['backend']} {s['backend_version']}".strip(), f"Python {s['python']}"]
+    parts += [s["router"], f"{s['backend']} {s['backend_version']}".strip(), f"Python {s['python']}"]
     return ", ".join([*parts, f"{s['model']} in {s['dtype']} on {s['device']}", f"pages of {s['page_size']} tokens"])
 
 
@@ -335,120 +328,19 @@ def markdown(document: Document) -> str:
         parts.append(sizes_line(entry))
         parts.append(markdown_table(*table(entry)))
         turns = [turns_table(entry)] if entry["chat"] else []
-        parts += [markdown_table(*one) for one in (*compared.tables(entry), *turns)]
+        parts += [markdown_table(*one) for one in (compared.table(entry), *turns)]
         for title, heading, rows in breakdown.tables(entry):
             parts += [f"**{title}**", markdown_table(heading, rows)]
         parts += [*answers(entry), *breakdown.notes(entry)]
-        parts += [f"**{problem}**" for problem in entry["problems"]]
+        parts += [f"**FAILED: {problem}**" for problem in entry["problems"]]
         parts += list(entry["notes"])
-        parts.append(
-            " ".join(
-                f"![{chart.title}]({_picture(entry, name)})"
-                for name, chart in charts(entry, document["setting"]).items()
-            )
-        )
     return "\n\n".join(parts) + "\n"
-
-
-# ---------------------------------------------------------------------------------------------------------- pictures
-
-
-def _picture(entry: Document, name: str) -> str:
-    """Path of a workload's chart, relative to the report."""
-    return f"charts/{entry['key']}-{name}.svg"
-
-
-def _color(name: str, names: Sequence[str]) -> str:
-    """The color of a variant among ``names``."""
-    more = [one for one in names if one not in COLORS]
-    return COLORS.get(name) or MORE_COLORS[more.index(name) % len(MORE_COLORS)]
-
-
-def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
-    return [(percentile(values, p), p / 100) for p in (*range(0, 100), 99.5, 100)] if values else []
-
-
-def caption(setting: Mapping[str, Any], entry: Mapping[str, Any], often: str) -> str:
-    """The subtitle of each chart: workload, model, machine, number of runs."""
-    model = " ".join(str(setting[key]) for key in ("model", "dtype") if key in setting)
-    return "; ".join(filter(None, (f"({entry['key']}) {entry['title']}", model, setting.get("machine", ""), often)))
-
-
-def charts(entry: Document, setting: Mapping[str, Any]) -> dict[str, Chart]:
-    """The charts of one workload by name."""
-    names = entry["variants"]
-    runs = {name: [run for run in entry["runs"] if run["variant"] == name] for name in names}
-    many = max(map(len, runs.values()))
-    often = f"n = {many} runs of {entry['requests']} requests a side"
-
-    def line(name: str, points: list[tuple[float, float]]) -> Line:
-        return Line(name, _color(name, names), points)
-
-    ttft = [line(n, _cumulative([1e3 * t for run in runs[n] for t in run["ttft_s"]])) for n in names]
-    itl = []
-    for name in names:
-        columns = list(zip(*(run["itl_quantiles_s"] for run in runs[name]), strict=True))
-        steps = max(1, len(columns) - 1)
-        itl.append(line(name, [(1e3 * sum(c) / len(c), i / steps) for i, c in enumerate(columns)]))
-
-    def over_time(key: str, unit: float = 1.0) -> list[Line]:
-        def points(run: Document) -> list[tuple[float, float]]:
-            known = (s for s in run["series"] if s["s"] >= 0 and not math.isnan(s[key]))
-            return [(s["s"], s[key] / unit) for s in known]
-
-        return [median_line(n, _color(n, names), [points(run) for run in runs[n]]) for n in names]
-
-    pool = entry["sizes"]["pool"] * entry["sizes"].get("decode", 1)
-    least = entry["runs"][0]["figures"]["least_pages_with_warm_up"] * entry["page_bytes"] / 2**20
-    found = {
-        "ttft": Chart("Time to first token", "ms", "part of requests", ttft, log_x=True, top=1.0),
-        "itl": Chart("Inter-token latency", "ms", "part of tokens", itl, log_x=True, top=1.0),
-        "bytes": Chart(
-            "KV sent, warm-up included",
-            "seconds",
-            "MiB",
-            over_time("sent_bytes", 2**20),
-            mark=(least, "lower bound"),
-        ),
-        "running": Chart("Requests running on decode", "seconds", "requests", over_time("running")),
-        "tokens": Chart(
-            "KV held by requests on decode", "seconds", "tokens", over_time("used_tokens"), mark=(pool, "pool")
-        ),
-    }
-    if entry["chat"]:
-        turns = [str(i + 1) for i in range(len(entry["runs"][0]["rounds"]))]
-        first = pairs(entry)[0]
-        off, on = first.below, first.above
-
-        def of(name: str, key: str) -> list[float]:
-            return [Spread.of([run["rounds"][i][key] for run in runs[name]]).median for i in range(len(turns))]
-
-        sent = [
-            Bars("off", COLORS["off"], [v / 2**20 for v in of(off, "sent_bytes")]),
-            Bars("on", COLORS["on"], [v / 2**20 for v in of(on, "sent_bytes")]),
-            Bars("lower bound", COLORS["least"], [v * entry["page_bytes"] / 2**20 for v in of(on, "least_pages")]),
-        ]
-        found["turns"] = Chart("KV sent per turn", "turn", "MiB", groups=turns, bars=sent)
-    band = often + ("; line: median, band: least to greatest" if many > 1 else "")
-    notes = {name: caption(setting, entry, band if name in ("bytes", "running", "tokens") else often) for name in found}
-    return {name: replace(chart, note=notes[name]) for name, chart in found.items() if not chart.empty}
 
 
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def write(document: Document, out: Path) -> list[Path]:
-    """Write report.json, report.md and the pictures into ``out``. Returns their paths."""
-    files = {
-        "report.json": as_json(document),
-        "report.md": markdown(document),
-    }
-    for entry in document["workloads"]:
-        files |= {_picture(entry, name): chart.picture() for name, chart in charts(entry, document["setting"]).items()}
-    try:
-        (out / "charts").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PdRadixError(f"cannot write the report to {out}: {error.strerror or error}") from error
-    for name, text in files.items():
-        write_whole(out / name, text)
-    return [out / name for name in files]
+def write(document: Mapping[str, Any], text: str, out: Path, name: str) -> None:
+    """Write ``document`` as JSON (null for unknown figures), and its ``text``."""
+    write_whole(out / f"{name}.json", as_json(document))
+    write_whole(out / f"{name}.md", text)

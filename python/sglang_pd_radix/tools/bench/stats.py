@@ -23,11 +23,6 @@ def p99(values: Sequence[float]) -> float:
     return percentile(values, 99) if len(values) >= LEAST_FOR_P99 else math.nan
 
 
-def quantiles(values: Sequence[float], count: int = 100) -> list[float]:
-    """``count`` + 1 evenly spaced percentiles from least to greatest: a distribution in few numbers."""
-    return np.quantile(values, np.linspace(0, 1, count + 1)).tolist() if len(values) else []
-
-
 @dataclass(frozen=True)
 class Spread:
     """Median, least and greatest value over runs."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from sglang_pd_radix.tools.progress import Display
 
 from . import breakdown, parted, report
 from .deploy import Deployment, Variant
@@ -14,25 +16,13 @@ from .workload import Workload
 WARM_UP_REQUESTS = 16
 
 
-class Show(Protocol):
-    """Receives the progress."""
-
-    def begin(self, title: str, total: int) -> None: ...
-
-    def step(self, label: str, completed: int, state: str) -> None: ...
-
-    def done(self, text: str) -> None: ...
-
-    def end(self) -> None: ...
-
-
 def measure_all(
     deployment: Deployment,
     load: LoadGenerator,
     workload: Workload,
     runs: int,
     page_size: int,
-    show: Show,
+    show: Display,
     exact: bool,
 ) -> dict[str, Any]:
     """Measure one workload; returns its entry of the report. All sides are warmed up alike; runs start with empty
@@ -43,28 +33,20 @@ def measure_all(
     """
     found: list[tuple[int, Run]] = []
     variants = deployment.variants
-    show.begin(f"({workload.key}) {workload.title}", runs * len(variants) * workload.requests)
+    show.done(f"({workload.key}) {workload.title}")
     for variant in variants:
         # The first prompts of a new size set up memory and kernels; they are not measured.
-        show.step(f"({workload.key}) {variant.name}", 0, "warming up")
         run_once(deployment, load, workload.beginning(WARM_UP_REQUESTS), variant, 0, page_size)
     for number in range(1, runs + 1):
         # Of any two sides each goes first in every other run, and neighbouring runs stay pairs.
         for turn, variant in enumerate(variants if number % 2 else reversed(variants), 1):
             label = f"({workload.key}) run {number} of {runs}, {variant.name}"
-            already = len(found) * workload.requests
-
-            def progress(done: int, of: int, label: str = label, already: int = already) -> None:
-                show.step(label, already + done, f"{done}/{of}")
-
-            show.step(label, already, "warming up")
-            result = run_once(deployment, load, workload, variant, number, page_size, progress)
+            result = run_once(deployment, load, workload, variant, number, page_size)
             found.append((turn, result))
-            show.done(f"{label}: {_told(result)}")
-    show.end()
+            show.now(f"{label}: {_told(result)}")
     partings = parted.find([run for _, run in found])
     most = parted.MOST_JUDGED if exact else parted.MOST_LOOKED_AT
-    looks = parted.look(deployment, load, workload, partings, show.done, most) if partings else []
+    looks = parted.look(deployment, load, workload, partings, show.now, most) if partings else []
     entry = _entry(workload, variants, page_size, found) | {"differences": looks}
     if exact:
         entry["problems"][:0] = parted.problems(looks)
@@ -110,9 +92,6 @@ def _entry(
                 "turn": turn,
                 "figures": run.figures,
                 "rounds": run.rounds,
-                "series": run.series,
-                "ttft_s": [round(t, 5) for t in run.ttft_s],
-                "itl_quantiles_s": [round(t, 6) for t in run.itl_quantiles_s],
                 "answers_sha256": run.digest,
                 "different_answers": count,
             }

@@ -106,7 +106,6 @@ class Cluster:
         return {
             "model": self.model_path,
             "backend": None if self.aggregated else self.backend,
-            "owner_pid": os.getpid(),
             "router_url": self.router_url,
             "prefill_urls": self.prefill_urls,
             "decode_urls": self.decode_urls,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 
 from sglang_pd_radix.errors import PdRadixError
 
-from .. import engine_options
 from .options import HOST, has_option
 
 
@@ -98,15 +96,6 @@ def named_gateway(name: str | None) -> Gateway:
     if not gateway.installed:
         raise PdRadixError(f"--router {name}: it is not installed; pip install {name}")
     return gateway
-
-
-def check_options(gateway: Gateway, given: Sequence[str]) -> None:
-    """Raise PdRadixError for options ``given`` that the gateway does not take: it starts last."""
-    if given:
-        parser = engine_options.Parser(add_help=False)
-        importlib.import_module(f"{gateway.package}.router_args").RouterArgs.add_cli_args(parser)
-        command = f"python {' '.join(gateway.module)} --help"
-        engine_options.try_all(parser, given, "--router-args", str(gateway), command)
 
 
 def options(

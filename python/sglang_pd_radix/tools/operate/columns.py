@@ -98,10 +98,10 @@ COLUMNS = {
 NAMES = ("worker", "role", "status")
 
 
-def ordered(ranks: list[Rank], column: str, turned: bool) -> list[Rank]:
-    """The workers in the order of a column, or turned; equals by their name."""
+def ordered(ranks: list[Rank], column: str) -> list[Rank]:
+    """The workers in the order of a column; equals by their name."""
     by_name = sorted(ranks, key=lambda rank: rank.name)
-    return sorted(by_name, key=COLUMNS[column].key, reverse=(column not in NAMES) != turned)
+    return sorted(by_name, key=COLUMNS[column].key, reverse=column not in NAMES)
 
 
 def _failed(ranks: list[Rank]) -> str:

@@ -154,12 +154,12 @@ def addresses(urls: Sequence[str], gateway: str | None, deployment: str | None) 
 def check_listening(urls: Sequence[str]) -> None:
     """Raise PdRadixError if none of ``urls`` accepts connections."""
     with ThreadPoolExecutor(len(urls)) as pool:
-        wrong = list(pool.map(_unreached, urls))
+        wrong = list(pool.map(unreached, urls))
     if all(wrong):
         raise PdRadixError(f"nothing listens at {urls[0]} ({wrong[0]}): start it, or correct its address")
 
 
-def _unreached(url: str) -> str:
+def unreached(url: str) -> str:
     """Why the address of ``url`` does not accept connections; "" if it does."""
     parts = urlsplit(url)
     try:

@@ -60,12 +60,6 @@ class Check:
         """Empty the caches of the side with the flag."""
         self.deployment.use(self._on)
 
-    def dirty_on(self, tokens: int) -> None:
-        """Fill pages of the side with the flag with another prompt's KV, then empty its caches."""
-        self.empty_on()
-        ask_together(self.deployment.url(self._on), [Wave("another", [self.script.some(tokens)], [0])], self.on_records)
-        self.empty_on()
-
     def ask_on(self) -> Run:
         """Run the side with the flag, with its caches as they are."""
         return ask_together(self.deployment.url(self._on), self.waves, self.on_records)
@@ -82,11 +76,6 @@ class Check:
             self.noise.judge(verdict, self._findings(run), name, same_answers(self.reference, run))
             bigrams = bool(self.info.get("speculative_algorithm"))
             judge_reuse(verdict, held, self.reference, run, self.info["page_size"], name, bigrams)
-
-    def stop_records(self) -> None:
-        """Stop recording: measurements follow."""
-        for records in (self.prefill_records, self.off_records, self.on_records):
-            records.stop()
 
     def _findings(self, run: Run) -> list[Found]:
         # Decode keeps tokens without draft KV out of the tree: at most the tokens verified in a step.

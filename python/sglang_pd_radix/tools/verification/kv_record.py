@@ -25,7 +25,7 @@ DIRECTORY = "SGLANG_PD_RADIX_KV_RECORDS"
 WIDTH = 16
 # What the buffers of a pool hold, by how many kinds there are.
 NAMES = {1: ("the latent",), 2: ("K", "V"), 3: ("the latent", "the index key", "the index key's scale")}
-_UNREADABLE, _STOPPED = "unreadable.txt", "stopped"
+_UNREADABLE = "unreadable.txt"
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,13 @@ def buffers_of(pool: Any) -> list[list[Any]]:
     return kinds
 
 
-def bytes_of(buffer: Any) -> Any:
-    """The memory as bytes: torch cannot index eight-bit floats on a CPU."""
-    import torch
-
-    return buffer.view(torch.uint8)
-
-
 def rows_of(buffer: Any, slots: Any) -> Any:
     """A copy of the rows ``slots`` of a buffer, of its type."""
-    return bytes_of(buffer)[at(buffer, slots)].view(buffer.dtype)
+    import torch
 
-
-def at(buffer: Any, slots: Any) -> tuple[Any, Any]:
-    """The place of the rows ``slots`` in a buffer."""
-    return slots // buffer.shape[1], slots % buffer.shape[1]
+    # As bytes: torch cannot index eight-bit floats on a CPU.
+    rows = buffer.view(torch.uint8)[slots // buffer.shape[1], slots % buffer.shape[1]]
+    return rows.view(buffer.dtype)
 
 
 class Recorder:
@@ -152,8 +144,6 @@ class Recorder:
 
     def write(self, req: Any, row: Any) -> None:
         """row: the request's req_to_token row."""
-        if (self._directory / _STOPPED).exists():
-            return
         tokens = [*req.origin_input_ids, *req.output_ids]
         # With overlapped steps the request has one more slot, which the step in flight has yet to write.
         known = min(req.kv_committed_len, len(tokens) - 1)
@@ -191,10 +181,6 @@ class Records:
         """The kind of pool that cannot be recorded, if any."""
         path = self.directory / _UNREADABLE
         return path.read_text() if path.exists() else None
-
-    def stop(self) -> None:
-        """Stop recording."""
-        (self.directory / _STOPPED).touch()
 
     def take(self) -> list[Record]:
         """Remove and return all records, in each worker's order."""

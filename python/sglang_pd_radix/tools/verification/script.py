@@ -21,11 +21,10 @@ class Wave:
 
 class Script:
     """The prompts. ``words``: token ids to use. Lengths in tokens. bigrams: keys are token pairs (EAGLE), so the last
-    token of a match cannot be reused. small: without herd and chats."""
+    token of a match cannot be reused."""
 
-    def __init__(self, words: range, page_size: int, seed: int, bigrams: bool = False, small: bool = False) -> None:
+    def __init__(self, words: range, page_size: int, seed: int, bigrams: bool = False) -> None:
         self._words, self._page, self._rnd, self._bigrams = words, page_size, random.Random(seed), bigrams
-        self._small = small
 
     def some(self, count: int) -> list[int]:
         """``count`` random tokens."""
@@ -41,26 +40,19 @@ class Script:
         new = [self.some(count) for count in (page, 3 * page + 1, 5 * page + page // 2, 300 + page, 1000 + page)]
         longer = [[*prompt, *self.some(20)] for prompt in new]
         cut = [[*prompt[: len(prompt) * 2 // 3], *self.some(30)] for prompt in new[1:]]
-        waves = [
+        shared = self.some(12 * page)
+        herd = [[*shared, *self.some(7 + i)] for i in range(8)]
+        return [
             Wave("new", new, [0] * len(new)),
             Wave("the same again", new, [self.held_of(len(p)) for p in new]),
             Wave("longer", longer, [self.held_of(len(p)) for p in new]),
             Wave("cut off", cut, [self.held_of(len(p) * 2 // 3) for p in new[1:]]),
-        ]
-        if self._small:
-            return waves
-        shared = self.some(12 * page)
-        herd = [[*shared, *self.some(7 + i)] for i in range(8)]
-        return [
-            *waves,
             Wave("a herd", herd, [0] * len(herd)),
             Wave("the herd again", herd, [self.held_of(len(shared))] * len(herd)),
         ]
 
     def questions(self, clients: int = 4, turns: int = 3) -> list[list[list[int]]]:
         """By turn: what each client adds to its history."""
-        if self._small:
-            return []
         first = [self.some(self._rnd.randrange(40, 260)) for _ in range(clients)]
         return [first, *([self.some(self._rnd.randrange(3, 70)) for _ in first] for _ in range(turns - 1))]
 

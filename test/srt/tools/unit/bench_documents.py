@@ -12,7 +12,6 @@ def run_entry(variant, number, requests_per_s, sent):
         "sent_bytes": sent,
         "prompt_pages": 10,
         "least_pages": 4,
-        "least_pages_with_warm_up": 4,
     }
     rounds = [
         {
@@ -27,7 +26,6 @@ def run_entry(variant, number, requests_per_s, sent):
         }
         for n in range(2)
     ]
-    series = [{"s": s, "running": s, "waiting": 0, "used_tokens": 10 * s, "sent_bytes": s} for s in range(3)]
     return {
         "variant": variant,
         "radix": variant.startswith("on"),
@@ -35,9 +33,6 @@ def run_entry(variant, number, requests_per_s, sent):
         "turn": (number + (variant == "off")) % 2 + 1,
         "figures": figures,
         "rounds": rounds,
-        "series": series,
-        "ttft_s": [0.1, 0.2, 0.4],
-        "itl_quantiles_s": [0.01, 0.02, 0.03],
         "answers_sha256": "0",
         "different_answers": 0,
     }

@@ -26,6 +26,13 @@ from sglang_pd_radix.supplied.cpu_host.attention.extend import extend_attention
 
 KEY_HEADS, VALUE_HEADS, K, V = 1, 2, 32, 16
 CHANNELS = 12
+torch.manual_seed(0)
+torch.set_num_threads(1)
+GATES = {"A_log": torch.randn(VALUE_HEADS) * 0.3, "dt_bias": torch.randn(VALUE_HEADS) - 2}
+RULE = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0}
+# States of linear attention and of the convolution, the weights of that, and whose states they are.
+POOL, STATES, WEIGHT = torch.randn(6, VALUE_HEADS, V, K), torch.randn(5, CHANNELS, 3), torch.randn(CHANNELS, 4)
+SLOTS = torch.tensor([2, 4, 0], dtype=torch.int32)
 
 
 def inputs(tokens: int) -> dict[str, torch.Tensor]:
@@ -39,18 +46,12 @@ def apart(*pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
     return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
 
 
-def main() -> dict[str, float]:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
+def gated_delta() -> dict[str, float]:
     found = {}
-    gates = {"A_log": torch.randn(VALUE_HEADS) * 0.3, "dt_bias": torch.randn(VALUE_HEADS) - 2}
-    rule = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0}
-    pool = torch.randn(6, VALUE_HEADS, V, K)
-
     # A decode step of three requests.
     slots, tokens = torch.tensor([4, 1, 2], dtype=torch.int32), inputs(3)
-    args = {**gates, **tokens, "cu_seqlens": torch.arange(4, dtype=torch.int32), "initial_state_indices": slots, **rule}
-    theirs, ours = pool.clone(), pool.clone()
+    args = {**GATES, **tokens, "cu_seqlens": torch.arange(4, dtype=torch.int32), "initial_state_indices": slots, **RULE}
+    theirs, ours = POOL.clone(), POOL.clone()
     found["step"] = apart(
         (
             fused_sigmoid_gating_delta_rule_update(initial_state_source=theirs, **args),
@@ -58,57 +59,63 @@ def main() -> dict[str, float]:
         ),
         (theirs, ours),
     )
-    gate_args = (gates["A_log"], tokens["a"], tokens["b"], gates["dt_bias"])
+    gate_args = (GATES["A_log"], tokens["a"], tokens["b"], GATES["dt_bias"])
     found["gating"] = apart(*zip(fused_gdn_gating(*gate_args), here.gating(*gate_args), strict=True))
 
     # Sequences of less than a chunk, of whole chunks and of more: token by token, as the decode kernel does it.
     ends = [0, 1, 65, 131]
     slots, tokens, ends_i32 = torch.arange(1, 4, dtype=torch.int32), inputs(ends[-1]), torch.tensor(ends).int()
-    theirs = pool.clone()
-    args = {**gates, **tokens, "cu_seqlens": ends_i32, "initial_state_indices": slots, **rule}
+    theirs = POOL.clone()
+    args = {**GATES, **tokens, "cu_seqlens": ends_i32, "initial_state_indices": slots, **RULE}
     out = fused_sigmoid_gating_delta_rule_update(initial_state_source=theirs, **args)
-    g, beta = here.gating(gates["A_log"], tokens["a"], tokens["b"], gates["dt_bias"])
-    mine = here.gated_delta_rule(tokens["q"], tokens["k"], tokens["v"], g, beta, pool[slots.long()], ends_i32)
+    g, beta = here.gating(GATES["A_log"], tokens["a"], tokens["b"], GATES["dt_bias"])
+    mine = here.gated_delta_rule(tokens["q"], tokens["k"], tokens["v"], g, beta, POOL[slots.long()], ends_i32)
     found["extend"] = apart((out, mine[0]), (theirs[slots.long()], mine[1]))
 
     # The state at the beginning of the last chunk is that after the chunks before it.
     args |= {name: tokens[name][:, 65:129] for name in ("q", "k", "v")} | {n: tokens[n][65:129] for n in ("a", "b")}
     args |= {"cu_seqlens": torch.tensor([0, 64]).int(), "initial_state_indices": slots[2:]}
-    theirs = pool.clone()
+    theirs = POOL.clone()
     fused_sigmoid_gating_delta_rule_update(initial_state_source=theirs, **args)
     assert len(mine[2][0]) == 4
     found["chunks"] = apart((theirs[slots[2]], mine[2][0, 3]))
+    return found
 
-    # The convolution, with and without inputs before it.
-    states, weight = torch.randn(5, CHANNELS, 3), torch.randn(CHANNELS, 4)
-    slots, starts = torch.tensor([2, 4, 0], dtype=torch.int32), torch.tensor([0, 1, 13, 21], dtype=torch.int32)
-    x, theirs, ours = torch.randn(CHANNELS, 21), states.clone(), states.clone()
-    more = {"has_initial_state": torch.tensor([True, False, True]), "cache_indices": slots, "query_start_loc": starts}
+
+def convolution() -> dict[str, float]:
+    """With and without inputs before it."""
+    found, starts = {}, torch.tensor([0, 1, 13, 21], dtype=torch.int32)
+    x, theirs, ours = torch.randn(CHANNELS, 21), STATES.clone(), STATES.clone()
+    more = {"has_initial_state": torch.tensor([True, False, True]), "cache_indices": SLOTS, "query_start_loc": starts}
     out = causal_conv1d_fn(
-        x.clone(), weight, None, activation="silu", conv_states=theirs, seq_lens_cpu=[1, 12, 8], **more
+        x.clone(), WEIGHT, None, activation="silu", conv_states=theirs, seq_lens_cpu=[1, 12, 8], **more
     )
-    found["conv"] = apart((out, here.causal_conv(x, weight, None, "silu", ours, **more)), (theirs, ours))
-    x, theirs, ours = torch.randn(3, CHANNELS), states.clone(), states.clone()
-    out = causal_conv1d_update(x.clone(), theirs, weight, None, "silu", conv_state_indices=slots)
-    found["conv step"] = apart((out, here.causal_conv_step(x, ours, weight, None, "silu", slots)), (theirs, ours))
+    found["conv"] = apart((out, here.causal_conv(x, WEIGHT, None, "silu", ours, **more)), (theirs, ours))
+    x, theirs, ours = torch.randn(3, CHANNELS), STATES.clone(), STATES.clone()
+    out = causal_conv1d_update(x.clone(), theirs, WEIGHT, None, "silu", conv_state_indices=SLOTS)
+    found["conv step"] = apart((out, here.causal_conv_step(x, ours, WEIGHT, None, "silu", SLOTS)), (theirs, ours))
+    return found
 
-    # Drafts of two requests that are verified: their states stay, and those after each token are kept apart.
+
+def verified() -> dict[str, float]:
+    """Drafts of two requests that are verified: their states stay, and those after each token are kept apart."""
+    found = {}
     count, rows = 4, torch.tensor([1, 0], dtype=torch.int32)
     tokens, drafts = inputs(2 * count), torch.arange(0, 3 * count, count, dtype=torch.int32)
-    args = {**gates, **tokens, "cu_seqlens": drafts, "initial_state_indices": slots[:2], **rule}
+    args = {**GATES, **tokens, "cu_seqlens": drafts, "initial_state_indices": SLOTS[:2], **RULE}
     args |= {"disable_state_update": True, "cache_steps": count, "intermediate_state_indices": rows}
     results = []
     for run in (fused_sigmoid_gating_delta_rule_update, here.gated_delta_step):
-        ours, after = pool.clone(), torch.zeros(3, count, *pool.shape[1:])
+        ours, after = POOL.clone(), torch.zeros(3, count, *POOL.shape[1:])
         out = run(initial_state_source=ours, intermediate_states_buffer=after, **args)
         results.append((out, ours, after))
-    assert torch.equal(results[1][1], pool) and not results[1][2][2].any()
+    assert torch.equal(results[1][1], POOL) and not results[1][2][2].any()
     found["verify"] = apart(*zip(*results, strict=True))
     x = torch.randn(2, count, CHANNELS).transpose(1, 2)
-    more, results = {"conv_state_indices": slots[:2], "intermediate_state_indices": rows}, []
+    more, results = {"conv_state_indices": SLOTS[:2], "intermediate_state_indices": rows}, []
     for run in (causal_conv1d_update, here.causal_conv_step):
-        ours, after = states.clone(), torch.zeros(3, count, CHANNELS, 3)
-        out = run(x, ours, weight, None, "silu", intermediate_conv_window=after, **more)
+        ours, after = STATES.clone(), torch.zeros(3, count, CHANNELS, 3)
+        out = run(x, ours, WEIGHT, None, "silu", intermediate_conv_window=after, **more)
         assert out.stride() == x.stride()
         results.append((out, ours, after))
     found["conv verify"] = apart(*zip(*results, strict=True))
@@ -117,19 +124,27 @@ def main() -> dict[str, float]:
     strides = *after.stride()[:3], *theirs.stride()[:2]
     sizes = after.shape[1], after.shape[2], theirs.shape[1]
     kernel = _fused_mamba_state_scatter_with_mask_kernel[(3, 2, 1)]
-    kernel(after, theirs, slots, steps, 3, 21, *strides, *sizes, BLOCK_SIZE=1024)
-    here.take_verified(ours, after, slots, steps)
+    kernel(after, theirs, SLOTS, steps, 3, 21, *strides, *sizes, BLOCK_SIZE=1024)
+    here.take_verified(ours, after, SLOTS, steps)
     found["taken"] = apart((theirs, ours))
+    return found
 
-    # States that are kept for a prefix cache.
-    args = (slots, torch.tensor([True, False, True]), torch.tensor([1, 3, 3]))
-    theirs, ours = (states.clone(), pool[:5].clone()), (states.clone(), pool[:5].clone())
+
+def kept() -> dict[str, float]:
+    """States that are kept for a prefix cache."""
+    found = {}
+    args = (SLOTS, torch.tensor([True, False, True]), torch.tensor([1, 3, 3]))
+    theirs, ours = (STATES.clone(), POOL[:5].clone()), (STATES.clone(), POOL[:5].clone())
     sizes = [len(t[0].flatten()) for t in theirs]
     track_mamba_state_if_needed_kernel[(3,)](*theirs, *args, *(t.stride(0) for t in theirs), *sizes, BLOCK_SIZE=1024)
     here.keep_states(*ours, *args, 3)
     found["kept"] = apart(*zip(theirs, ours, strict=True))
+    return found
 
-    # It writes to its input.
+
+def norms() -> dict[str, float]:
+    """They write to their input."""
+    found = {}
     norm = fused_norm_gate.FusedRMSNormGated(V, eps=1e-6, activation="silu", dtype=torch.float32)
     norm.weight.data, x, gate = torch.randn(V), torch.randn(9, V), torch.randn(9, V)
     out = fused_norm_gate.rms_norm_gated(x.clone(), gate, norm.weight, None, "silu", eps=1e-6)
@@ -141,7 +156,12 @@ def main() -> dict[str, float]:
     norm.weight.data = torch.randn(V)
     out = layernorm_gated.layernorm_fn(x, norm.weight, None, z=gate, eps=1e-6, is_rms_norm=True)
     found["norm of Qwen3.5"] = apart((out, norm(x, gate)))
-    # A sliding window that begins in a prefix and ends with each token; keys and values at mixed slots.
+    return found
+
+
+def window() -> dict[str, float]:
+    """A sliding window that begins in a prefix and ends with each token; keys and values at mixed slots."""
+    found = {}
     prefix, length, window, size = 21, 13, 5, 16
     slots, q, out = torch.randperm(64)[: prefix + length], torch.randn(length, 4, size), torch.empty(length, 4, size)
     keys, values, ends = torch.randn(64, 2, size), torch.randn(64, 2, size), torch.tensor([0, length]).int()
@@ -151,7 +171,7 @@ def main() -> dict[str, float]:
     kernel(q, keys[new], values[new], out, keys, values, ends, *before, sliding_window_size=window)
     mine = extend_attention(q, keys, values, lambda a, b: slots[a:b], prefix, window, scale)
     found["window"] = apart((out, mine))
-    return found | kda() | mamba2()
+    return found
 
 
 def kda() -> dict[str, float]:
@@ -213,4 +233,4 @@ def mamba2() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(gated_delta() | convolution() | verified() | kept() | norms() | window() | kda() | mamba2()))

@@ -67,9 +67,8 @@ def test_it_takes_part_in_the_search_for_a_rate_that_keeps_a_promise(monkeypatch
     args = parsed("--aggregated", "--slo", "ttft=2000,itl=30", "--slo-seconds", "20", "--work-dir", str(tmp_path))
     sizes = {"e": workload.Distinct(requests=400, prompt=4, answer=40)}
     load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
-    show = SimpleNamespace(now=lambda text: None, **vars(SHOW))
     document = {"workloads": []}
-    command._all(args, sizes, sides, 1, "m", [], load, document, show)
+    command._all(args, sizes, sides, 1, "m", [], load, document, SHOW)
     (entry,) = document["workloads"]
     assert entry["goodput"]["aggregated"]["0.9"] == pytest.approx(entry["goodput"]["target"]["0.9"])
     assert any(note.startswith("aggregated: 2 ordinary servers") for note in entry["notes"])
@@ -184,13 +183,6 @@ def test_counters_are_the_servers_own_and_what_only_a_pair_has_is_not_known(monk
         servers.made.counters(servers.variant)
 
 
-def test_they_are_watched_without_a_prefill_worker(monkeypatch, tmp_path):
-    servers = Servers(monkeypatch, tmp_path, POOL)
-    sample = measure.Watch(servers.made, servers.variant)._take()
-    assert sample and (sample.running, sample.waiting, sample.kept_tokens) == (4, 2, 80)
-    assert math.isnan(sample.sent_bytes)
-
-
 @pytest.mark.parametrize("changed, said", [({}, []), ({"available": 50}, ["10 tokens of KV are lost"])])
 def test_their_pools_are_checked_for_what_they_tell(monkeypatch, tmp_path, changed, said):
     servers = Servers(monkeypatch, tmp_path, POOL | {"free_req_slots": 4} | changed)
@@ -206,12 +198,10 @@ def a_report():
         one["radix"] = one["variant"] != "off"
         one["figures"] |= {"cpu_s": 0.25} | {figure.key: 0.125 for figure in report.CHAT_FIGURES}
     runs[2]["figures"] |= dict.fromkeys(("prefill_cpu_s", "decode_cpu_s", "peak_over_least"), math.nan)
-    for sample in runs[2]["series"]:
-        sample["sent_bytes"] = math.nan
     return a_document(True, runs=runs, variants=["off", "on", "aggregated"], key="c")
 
 
-def test_what_it_does_not_have_is_no_win(tmp_path):
+def test_what_it_does_not_have_is_no_win():
     document = a_report()
     (entry,) = document["workloads"]
     assert entry["page_bytes"] == 100
@@ -226,13 +216,7 @@ def test_what_it_does_not_have_is_no_win(tmp_path):
     assert cells["aggregated / off"]["KV sent / lower bound, on"] == "–"
     assert cells["aggregated / off"]["requests/s, on / off"] == "1.5"
     assert not any("nan" in cell for row in rows for cell in row)
-    files = report.write(document, tmp_path)
-    assert {f.name for f in files} >= {"report.json", "report.md"}
-    assert "nan" not in (tmp_path / "report.md").read_text()
-    read = json.loads((tmp_path / "report.json").read_text())
-    assert read["workloads"][0]["runs"][2]["figures"]["sent_bytes"] is None
-    drawn = report.charts(entry, {})
-    assert [line.name for line in drawn["bytes"].lines if line.points] == ["off", "on"]
+    assert "nan" not in report.markdown(document)
 
 
 def test_every_workload_has_a_line_for_each_side():

@@ -13,7 +13,7 @@ from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import forced
 from sglang_pd_radix.tools.bench import deploy, measure, parted, report, turns, workload
 
-SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
+SHOW = SimpleNamespace(now=lambda text: None, done=lambda text: None)
 
 
 def a_workload(requests=3, answer=3):
@@ -25,7 +25,7 @@ def a_run(variant, number, texts, prompts=None):
     figures = dict.fromkeys([*(f.key for f in report.FIGURES), "reused_tokens", "prompt_tokens"], 1.0)
     figures |= {"sent_bytes": 100, "prompt_pages": 1, "least_pages": 1}
     given = prompts or [[n] for n in range(len(texts))]
-    return measure.Run(variant, number, figures, [{}], [], [0.1], [0.1], list(texts), given)
+    return measure.Run(variant, number, figures, [{}], [0.1], list(texts), given)
 
 
 class Turns:
@@ -37,7 +37,7 @@ class Turns:
         made = deploy.variants([deploy.OFF, *map(deploy.Side, sides[1:])])
         self.deployment = SimpleNamespace(variants=made)
 
-    def run_once(self, deployment, load, given, variant, number, page_size, progress=None):
+    def run_once(self, deployment, load, given, variant, number, page_size):
         self.asked.append((variant.name, number, given.requests))
         return a_run(variant.name, number, self.told.get((variant.name, number), ["x", "y", "z"]))
 

@@ -17,8 +17,8 @@ from sglang_pd_radix.tools import cli, reference
     [
         (["doctr"], "pd-radix: there is no command doctr: did you mean doctor? see pd-radix --help"),
         (["wxyz"], "pd-radix: there is no command wxyz; see pd-radix --help"),
-        (["patches", "--jsn"], "pd-radix patches: unknown argument --jsn: did you mean --json? see pd-radix patches"),
-        (["patches", "--json", "x"], "pd-radix patches: unknown argument x; see pd-radix patches --help"),
+        (["doctor", "--jsn"], "pd-radix doctor: unknown argument --jsn: did you mean --json? see pd-radix doctor"),
+        (["patches", "x"], "pd-radix patches: unknown argument x; see pd-radix patches --help"),
         (["top", "--gatway=h:1"], "unknown argument --gatway: did you mean --gateway?"),
         (["demo", "--page-size", "64"], "unknown argument --page-size (options of the engine go behind --);"),
         (["verify", "--port", "1"], "--port (options of the engine go behind --);"),

@@ -163,6 +163,7 @@ def parse_pd_radix(name: str, *words: str, complete: bool) -> None:
     if "--" in ours:
         ours, engine = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
     given = vars(parser.parse_args([name, *ours]))
+    engine += given.get("engine_options") or []
     for key in ("on", "compare", "common_args", "prefill_args", "decode_args"):
         for text in [given[key]] if isinstance(given.get(key), str) else given.get(key) or ():
             engine += shlex.split(str(text).partition(":")[2] if key == "compare" else str(text))

@@ -12,7 +12,6 @@ import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.patching import loader
-from sglang_pd_radix.tools import engine_options
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -67,9 +66,3 @@ def test_what_an_extra_imports_has_to_run_too(monkeypatch):
     monkeypatch.setenv(loader.EXTRAS, "host_tier")
     with pytest.raises(PdRadixError, match="host_tier needs kept_kv, which is not there or not selected"):
         loader.extras()
-
-
-def test_a_command_tells_of_a_wrong_name_before_it_starts_anything(monkeypatch):
-    monkeypatch.setenv(loader.EXTRAS, "teapot")
-    with pytest.raises(PdRadixError, match="SGLANG_PD_RADIX_EXTRAS names 'teapot', and there is no such extra"):
-        engine_options.check([], "--decode-args")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
-import json
 import math
-import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, parte
 from sglang_pd_radix.tools.bench.rates import PRECISION, Search, Trial, search_all
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
-SHOW = SimpleNamespace(begin=lambda *a: None, step=lambda *a: None, done=lambda *a: None, end=lambda: None)
+SHOW = SimpleNamespace(now=lambda text: None, done=lambda text: None)
 SLO = goodput.Slo(2.0, 0.03)
 INFO = {"device": "cpu", "dtype": "float32", "page_size": 16}
 
@@ -108,7 +106,7 @@ def one_by_one(per_s):
             ttft.append(free - request.arrival_s)
         figures = {"requests_per_s": len(requests) / free}
         itl = [0.01] * len(ttft)
-        return measure.Run(variant.name, number, figures, [], [], ttft, [], [], [], tpot_s=itl)
+        return measure.Run(variant.name, number, figures, [], ttft, [], [], tpot_s=itl)
 
     return run_once
 
@@ -116,7 +114,7 @@ def one_by_one(per_s):
 def measured_alone(monkeypatch, run_once, asked, seconds=30.0):
     monkeypatch.setattr(goodput, "run_once", run_once)
     made_of = deploy.variants([deploy.OFF])
-    deployment = SimpleNamespace(variants=made_of, step_times=lambda variant: [])
+    deployment = SimpleNamespace(variants=made_of)
     return goodput.measure(deployment, None, asked, goodput.Plan(SLO, seconds), TOKENS, 16, SHOW, exact=True)
 
 
@@ -184,17 +182,14 @@ class Served:
     def __init__(self, monkeypatch, sides=(deploy.OFF, deploy.ON, SLO.side)):
         monkeypatch.setattr(goodput, "run_once", self.run_once)
         made_of = deploy.variants(sides)
-        self.deployment = SimpleNamespace(variants=made_of, step_times=self.step_times)
+        self.deployment = SimpleNamespace(variants=made_of)
         self.problems = []
 
     def run_once(self, deployment, load, asked, variant, number, page_size):
         (requests,) = asked.rounds
         ttft, itl, ended = serve(requests, self.slots[variant.name])
         figures = {"requests_per_s": len(requests) / ended}
-        return measure.Run(variant.name, number, figures, [], [], ttft, [], [], [], problems=self.problems, tpot_s=itl)
-
-    def step_times(self, variant):
-        return [{"target_ms": 30.0}] if variant.name == "target" else []
+        return measure.Run(variant.name, number, figures, [], ttft, [], [], problems=self.problems, tpot_s=itl)
 
     def measure(self, exact=True, rates=(), requests=400):
         asked = made(requests=requests, prompt=4, answer=40)
@@ -355,7 +350,7 @@ def failing(run_once, fails):
     return run
 
 
-def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp_path):
+def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch):
     served = Served(monkeypatch)
     whole = served.measure()
     fails = failing(served.run_once, lambda name, number, rate: number > 0 and name == "on" and rate > 10)
@@ -366,11 +361,10 @@ def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch, tmp
     assert goodput.table(found)[1][1][1] == "8.00 to below 16" and found["failed_at"] == {"on": 16}
     (problem,) = found["problems"]
     assert problem.startswith("on, 16 requests/s: request 7 of 20 failed: Service Unavailable")
-    goodput.write({"setting": {}, "workloads": [found]}, tmp_path)
-    assert problem in (tmp_path / "goodput.md").read_text()
+    assert problem in goodput.markdown({"setting": {}, "workloads": [found]})
 
 
-def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch, tmp_path):
+def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch):
     served = Served(monkeypatch)
     monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda name, number, rate: name == "on"))
     found = served.measure()
@@ -379,7 +373,7 @@ def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch, tmp_path):
     monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda *_: True))
     nothing = served.measure()
     assert len(nothing["problems"]) == 3
-    goodput.write({"setting": {}, "workloads": [nothing]}, tmp_path)
+    assert "FAILED: on, warming up" in goodput.markdown({"setting": {}, "workloads": [nothing]})
 
 
 def test_a_load_generator_that_ends_says_nothing_of_a_side(monkeypatch):
@@ -397,35 +391,15 @@ def test_a_load_generator_that_ends_says_nothing_of_a_side(monkeypatch):
     assert not found["failed_at"] and goodput.table(found)[1][1][1] == "not measured"
 
 
-def test_the_report_says_all_of_it(monkeypatch, tmp_path):
+def test_the_report_says_all_of_it(monkeypatch):
     served = Served(monkeypatch)
     served.problems = ["decode-0 holds 3 tokens"]
     found = served.measure()
     document = {"setting": {"command": "pd-radix bench --slo", "model": "m"}, "workloads": [found]}
-    files = goodput.write(document, tmp_path)
-    assert {path.name for path in files} == {"goodput.json", "goodput.md", "e-goodput.svg", "e-itl.svg"}
-    assert json.loads((tmp_path / "goodput.json").read_text()) == document
-    text = (tmp_path / "goodput.md").read_text()
+    text = goodput.markdown(document)
     for name in ("off", "on", "target"):
         assert f"| {name} | {found['goodput'][name]['0.9']:.2f} |" in text
-    assert 'target has learned: {"target_ms": 30.0}' in text
     assert "FAILED: off, " in text and "holds 3 tokens" in text
-    for picture in ("e-goodput.svg", "e-itl.svg"):
-        drawn = ElementTree.parse(tmp_path / picture)
-        assert {"off", "on", "target"} <= {element.text for element in drawn.iter() if element.text}
-
-
-def test_what_is_not_known_is_null_to_machines(tmp_path):
-    """JSON has no NaN: jq and JavaScript refuse a report with one."""
-    search = searched(lambda rate: dataclasses.replace(trial(rate, 0.0), itl_mean_s=math.nan))
-    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
-    goodput.write({"setting": {}, "workloads": [entry]}, tmp_path)
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    read = json.loads((tmp_path / "goodput.json").read_text(), parse_constant=refuse)
-    assert {t["itl_mean_s"] for t in read["workloads"][0]["trials"]["off"]} == {None}
 
 
 def test_a_side_without_goodput_is_told_as_such():

@@ -13,7 +13,7 @@ import pytest
 from test_goodput import TOKENS, Served, options
 
 from sglang_pd_radix.errors import PdRadixError
-from sglang_pd_radix.tools import cli, locked_directory, process_group
+from sglang_pd_radix.tools import cli, process_group
 from sglang_pd_radix.tools.bench import command, deploy, goodput, workload
 
 INFO = {"device": "cpu", "dtype": "float32", "page_size": 64}
@@ -62,14 +62,6 @@ def trials_written(out):
     return {name: len(trials) for name, trials in entry["trials"].items()}
 
 
-def test_two_benchmarks_write_no_report_over_each_other(bench, capsys):
-    """The second took the first one's logs and files, with the measurements of hours."""
-    with locked_directory.alone(bench.out, "taken"):
-        assert bench.run() == 1
-    assert "a benchmark that runs writes its report there; give another directory" in capsys.readouterr().err
-    assert not bench.asked and not list(bench.out.iterdir())
-
-
 # ---- what ends it ----
 
 
@@ -83,7 +75,7 @@ def test_a_lost_terminal_costs_no_measurement(signum, bench):
     assert "FAILED: interrupted" in (bench.out / "goodput.md").read_text()
 
 
-@pytest.mark.parametrize("where", ["entry_of", "write"])
+@pytest.mark.parametrize("where", ["entry_of", "markdown"])
 def test_a_shell_that_passes_the_signal_on_costs_no_measurement_either(where, bench, monkeypatch):
     """The second comes while the report is made, or written."""
     whole = getattr(goodput, where)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from sim.deployment import Deployment, Router, turns
-from sim.figures import Least, swing, weighted
+from sim.figures import Least
 from sim.scale import Many
-from sim.workload import Churn, Crowd, Request, Shared
+from sim.workload import Churn, Crowd, Request
 from simulate import MODES, simulate
-
-from sglang_pd_radix.tools.bench.goodput import Slo
 
 PAIRS = [mode for mode in MODES if mode not in ("aggregated", "mixed")]
 SMALL = ["requests=48", "prefixes=4", "shared=96", "own=16", "answer=8", "reserve=8", "concurrency=16"]
@@ -36,20 +34,6 @@ def test_all_requests_are_served_and_all_memory_comes_back(key, mode):
     assert figures["peak_held"] <= worker.size
     if mode != "off":
         assert worker.tree.audit([]) == []
-
-
-def test_requests_come_at_a_rate_and_each_keeps_a_promise_or_misses_it():
-    rated = [*small("g", 640), "g.rounds=1", "g.rate=200"]
-    assert [request.arrival for request in Churn(rounds=1, requests=3).make().rounds[1]] == [None] * 3
-    arrivals = [[r.arrival for r in Churn(rounds=1, rate=rate, requests=99).make().rounds[1]] for rate in (1.0, 10.0)]
-    assert arrivals[0] == sorted(arrivals[0]) and arrivals[1] == pytest.approx([at / 10 for at in arrivals[0]])
-    assert 70 < arrivals[0][-1] < 130
-    within = simulate("g", "new", rated, Slo(60.0, 1.0))["kept"]
-    assert within == {"both": pytest.approx(1), "ttft missed": 0, "itl missed": 0, "both missed": 0}
-    late, slow = (simulate("g", "new", rated, slo)["kept"] for slo in (Slo(0.001, 1.0), Slo(60.0, 0.001)))
-    assert late["ttft missed"] == pytest.approx(1) and slow["itl missed"] == pytest.approx(1)
-    assert simulate("g", "new", rated, Slo(0.001, 0.001))["kept"]["both missed"] == pytest.approx(1)
-    assert "kept" not in simulate("g", "new", rated)
 
 
 def test_the_same_again():
@@ -133,20 +117,6 @@ def test_what_is_shared_is_read_once():
     assert once < 0.6 * each
 
 
-def test_no_more_are_on_their_way_than_the_pace_says():
-    free, paced = (simulate("a", "new", [*SMALL_A, f"a.pace={pace}"]) for pace in (0, 2))
-    assert max(moving for _, _, moving, *_ in paced["series"]) == 2
-    assert max(moving for _, _, moving, *_ in free["series"]) > 2
-
-
-def test_clients_come_over_a_while():
-    # None of whom has its answer before the last has come.
-    sizes = Shared(requests=10, concurrency=10, begin=2.0, answer=1500, answers="fixed")
-    deployment = Deployment(sizes.make(), False, MODES["new"])
-    deployment.run()
-    assert [record.arrived for record in deployment.records] == pytest.approx([n / 5 for n in range(10)])
-
-
 def test_who_has_the_same_cores_takes_longer():
     alone, beside = (simulate("a", "new", [*SMALL_A, f"times.beside={more}"]) for more in (0, 2))
     assert beside["requests_per_s"] < 0.9 * alone["requests_per_s"]
@@ -168,21 +138,3 @@ def test_turns_behind_others_prompts():
 def test_a_step_over_prompts_has_a_fixed_part_of_its_own():
     short, long = (simulate("i", "local", ["i.turns=4", f"times.computed={s}"]) for s in ("0.004", "0.016"))
     assert short["ttft_p50"] < long["ttft_p50"] - 0.008
-
-
-@pytest.mark.parametrize("answers, lengths", [("fixed", {80}), ("even", set(range(40, 121))), ("long", None)])
-def test_answers_have_the_lengths_that_were_asked_for(answers, lengths):
-    (asked,) = Shared(answers=answers).make().rounds
-    found = {request.answer for request in asked}
-    assert min(found) >= 2 and (found <= lengths if lengths else max(found) > 200)
-    assert 70 < sum(request.answer for request in asked) / len(asked) < 90
-    with pytest.raises(ValueError, match="even, fixed or long"):
-        Shared(answers="all").make()
-
-
-def test_what_runs_for_nine_tenths_of_the_middle_half():
-    seen = [(0, 9), (24, 4), (26, 20), (74, 30), (76, 40), (100, 0)]
-    series = [(float(at), running, 0, 0, 0) for at, running in seen]
-    assert swing(series) == (20, 20)
-    assert weighted([(5, 1.0), (1, 1.0)], 0.4) == 1 and weighted([(5, 1.0), (1, 1.0)], 0.6) == 5
-    assert swing([]) == (0.0, 0.0)

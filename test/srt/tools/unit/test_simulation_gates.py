@@ -94,7 +94,7 @@ def test_what_runs_in_the_middle_of_a_run():
 def command(monkeypatch, runs, *options: str) -> int:
     """`simulate.py OPTIONS` with these figures instead of a run's."""
 
-    def simulated(key, mode, settings, slo=None):
+    def simulated(key, mode, settings):
         assert key == "published"
         return {"workload": key, "mode": mode, **runs[mode], "settings": settings}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang_pd_radix.patching import syntax
 
 ROOT = Path(__file__).parents[4]
-CODE = [path for folder in ("python", "benchmark") for path in sorted((ROOT / folder).rglob("*.py"))]
+CODE = [path for folder in ("python", "benchmark", "test/srt/tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 FILES = [path for path in CODE if "tests" not in path.parts]
 # Lines, the signature, decorators and docstring included. Of a kernel the signature is not: it has an argument a line,
 # and a kernel that is cut in two is another one to the compiler.

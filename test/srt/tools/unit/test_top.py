@@ -1,15 +1,14 @@
-"""`pd-radix top`: what it reads of workers, in which order it shows them, its keys, and itself in a terminal."""
+"""`pd-radix top`: what it reads of workers, in which order it shows them, and itself in a terminal."""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import json
 import math
 import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,17 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread, Timer
-from types import SimpleNamespace
+from threading import Event, Thread
 from typing import Any
 
 import pytest
+from rich.console import Console, Group
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.operate import reading
 from sglang_pd_radix.tools.operate.columns import COLUMNS, LEGEND, NAMES, ordered, size, summary
 from sglang_pd_radix.tools.operate.reading import Look, Rank, Reader, addresses
+from sglang_pd_radix.tools.operate.screen import view
 from sglang_pd_radix.tools.operate.texts import printable
 
 POOL = {"size": 1000, "available": 400, "evictable": 500, "protected": 100, "idle": False}
@@ -343,15 +343,12 @@ def ranks_of(**by_name: int) -> list[Rank]:
 def test_the_order():
     ranks = ranks_of(c=1, a=9, b=5)
 
-    def names(column: str, turned: bool = False) -> str:
-        return "".join(rank.name for rank in ordered(ranks, column, turned))
+    def names(column: str) -> str:
+        return "".join(rank.name for rank in ordered(ranks, column))
 
-    assert names("worker") == "abc" and names("worker", True) == "cba"
-    assert names("running") == "abc" and names("waiting") == "cba" and names("running", True) == "cba"
+    assert (names("worker"), names("running"), names("waiting")) == ("abc", "abc", "cba")
     assert names("failures") == "bca", "equals by name"
-    for column in COLUMNS:
-        assert sorted(names(column)) == ["a", "b", "c"]
-    assert set(NAMES) <= set(COLUMNS)
+    assert all(sorted(names(column)) == ["a", "b", "c"] for column in COLUMNS) and set(NAMES) <= set(COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -359,113 +356,6 @@ def test_the_order():
 )
 def test_sizes(value, shown):
     assert size(value) == shown
-
-
-def test_the_keys():
-    textual = pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
-    from sglang_pd_radix.tools.operate.screen import Top
-
-    look = Look(0.0, ranks_of(c=1, a=9, b=5), [oldest("r1", 4.0) | {"worker": "a"}])
-
-    async def use() -> None:
-        app = Top(SimpleNamespace(look=lambda: look), 0.05, "worker")
-
-        def first_column() -> list[str]:
-            table = app.query_one("#workers", textual.widgets.DataTable)
-            return [str(table.get_row_at(n)[0]) for n in range(table.row_count)]
-
-        async with app.run_test(size=(160, 30)) as pilot:
-            for _ in range(100):
-                await pilot.pause(0.02)
-                if first_column():
-                    break
-            seen = []
-            for key in ("", "w", "r", "f", "less_than_sign", "greater_than_sign", "greater_than_sign"):
-                if key:
-                    await pilot.press(key)
-                    await pilot.pause()
-                seen.append((app.sorted_by, "".join(first_column())))
-            assert seen == [
-                ("worker", "abc"), ("waiting", "cba"), ("waiting", "abc"), ("failures", "bca"), ("saved", "abc"),
-                ("failures", "bca"), ("lost", "abc"),
-            ]  # fmt: skip
-            requests = app.query_one("#requests", textual.widgets.DataTable)
-            assert [str(cell) for cell in requests.get_row_at(0)] == ["r1", "a", "running", "4.0", "9", "4", "2"]
-            await pilot.press("q")
-        assert app.return_code == 0
-
-    asyncio.run(use())
-
-
-def test_it_ends_while_it_looks():
-    pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
-    from sglang_pd_radix.tools.operate.screen import Top
-
-    over, looking = Event(), Event()
-
-    def look() -> Look:
-        looking.set()
-        over.wait(60)
-        return Look(0.0, ranks_of(a=1), [])
-
-    async def use() -> None:
-        app = Top(SimpleNamespace(look=look), 5.0, "worker")
-        async with app.run_test() as pilot:
-            while not looking.is_set():
-                await pilot.pause(0.01)
-            Timer(0.5, over.set).start()
-            await pilot.press("q")
-
-    began = time.monotonic()
-    asyncio.run(use())
-    assert time.monotonic() - began < 30
-
-
-def test_a_look_that_fails_is_told_and_old_figures_are_marked():
-    textual = pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
-    from sglang_pd_radix.tools.operate.screen import Top
-
-    # A request of an older version, of which less is told.
-    seen = Look(0.0, ranks_of(a=7), [{"rid": ESCAPES, "seconds": 1.0}])
-    answers: list[Any] = [RecursionError("too \x1b deep"), seen, TypeError("no number"), seen]
-
-    def look() -> Look:
-        now = answers[0]
-        if isinstance(now, Exception):
-            raise now
-        return now
-
-    async def use() -> None:
-        app = Top(SimpleNamespace(look=look), 0.02, "worker")
-
-        async def shown(words: str) -> str:
-            for _ in range(500):
-                await pilot.pause(0.02)
-                said = str(app.query_one("#summary").render())
-                if words in said:
-                    return said
-            raise AssertionError(said)
-
-        def styles() -> set[str]:
-            tables = app.query(textual.widgets.DataTable)
-            return {str(cell.style) for table in tables for cell in table.get_row_at(0)}
-
-        async with app.run_test(size=(160, 30)) as pilot:
-            assert await shown("deep") == r"cannot look: RecursionError: too \x1b deep"
-            answers.pop(0)
-            await shown("7 running")
-            requests = app.query_one("#requests", textual.widgets.DataTable)
-            row = [str(cell) for cell in requests.get_row_at(0)]
-            assert row == [printable(ESCAPES), "–", "–", "1.0", "–", "–", "–"] and styles() == {""}
-            answers.pop(0)
-            assert (await shown("no number")).startswith("as of ") and styles() == {"dim"}
-            await pilot.press("w")
-            assert "no number" in await shown("") and styles() == {"dim"}
-            answers.pop(0)
-            await shown("7 running")
-            assert styles() == {""}
-
-    asyncio.run(use())
 
 
 def test_what_is_in_a_long_step_is_busy_and_not_gone(monkeypatch):
@@ -493,31 +383,6 @@ def test_what_is_in_a_long_step_is_busy_and_not_gone(monkeypatch):
     assert again.in_step_s is None and again.requests == {"running": 1} and not again.unheard
 
 
-def test_a_terminal_of_80_columns_shows_the_status_and_the_legend():
-    textual = pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
-    from sglang_pd_radix.tools.operate.screen import Top
-
-    flagged = Rank("192.168.100.100:30000", "decode", flag=True, in_step_s=3600.0)
-    look = Look(0.0, [flagged], [])
-
-    async def use() -> None:
-        app = Top(SimpleNamespace(look=lambda: look), 5.0, "status")
-        async with app.run_test(size=(80, 24)) as pilot:
-            table = app.query_one("#workers", textual.widgets.DataTable)
-            while not table.row_count:
-                await pilot.pause(0.02)
-            widths = {key.value: column.get_render_width(table) for key, column in table.columns.items()}
-            before = [widths[name] for name in COLUMNS][: list(COLUMNS).index("status") + 1]
-            assert sum(before) <= 80, widths
-            legend = app.query_one("#legend")
-            assert "busy 9 s" in str(legend.render()) and legend.size.height == len(LEGEND.splitlines())
-
-    assert all(len(line) < 80 for line in LEGEND.splitlines())
-    for column in COLUMNS.values():
-        assert column.title in LEGEND or column.title in ("worker", "role")
-    asyncio.run(use())
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "localhost:9", "http://localhost:9"])
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_where_nothing_listens_one_line_says_so_at_once(monkeypatch, capsys, address, options):
@@ -530,13 +395,41 @@ def test_where_nothing_listens_one_line_says_so_at_once(monkeypatch, capsys, add
     assert time.monotonic() - began < 4
 
 
-@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (b"\x03", 0), (b"q", 0)])
+def shown(look: Look, sort: str = "worker", width: int = 160) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    # As in a `Live`: a text alone would be joined with others and wrapped.
+    console.print(Group(view(look, sort)))
+    return console.file.getvalue().splitlines()
+
+
+def test_the_screen():
+    # Of a request of an older version less is told.
+    oldest_two = [oldest("r1", 4.0) | {"worker": "a"}, {"rid": ESCAPES, "seconds": 1.0}]
+    lines = shown(Look(0.0, ranks_of(c=1, a=9, b=5), oldest_two), "waiting")
+    rows = [line.split() for line in lines]
+    assert rows[2][:5] == ["worker", "role", "status", "run", "wait▼"]
+    assert [row[:5] for row in rows[3:6]] == [
+        [name, "decode", "busy", *n] for name, n in (("c", "19"), ("b", "55"), ("a", "91"))
+    ]
+    assert rows[8] == ["r1", "a", "running", "4.0", "9", "4", "2"]
+    assert rows[9] == [printable(ESCAPES), "–", "–", "1.0", "–", "–", "–"]
+    assert "15 running" in lines[0] and lines[-4:] == LEGEND.splitlines()
+
+
+def test_a_terminal_of_80_columns_shows_the_status_and_the_legend():
+    lines = shown(Look(0.0, [Rank("192.168.100.100:30000", "decode", flag=True, in_step_s=3600.0)], []), width=80)
+    assert max(map(len, lines)) <= 80 and "busy 3600 s" in lines[3] and lines[-4:] == LEGEND.splitlines()
+    assert all(column.title in LEGEND for column in COLUMNS.values() if column.title not in ("worker", "role"))
+
+
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (b"\x03", 0)])
 def test_what_ends_it_gives_the_terminal_back(end, code):
-    pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
     ours, theirs = pty.openpty()
-    # What starts these tests may ignore it, as `nohup` does, and so would the view.
-    code_of_view = """import signal, sys
+    # What starts these tests may ignore them, as `nohup` and `&` in a script do, and so would the view.
+    code_of_view = """import fcntl, signal, sys, termios
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from sglang_pd_radix.tools import cli
 sys.exit(cli.main(["top", sys.argv[1], "--interval", "0.2"]))"""
     worker = Worker()
@@ -556,7 +449,6 @@ sys.exit(cli.main(["top", sys.argv[1], "--interval", "0.2"]))"""
                 except OSError:
                     # Its end is closed.
                     break
-            # Keys are read by the time that the first look is shown.
             if not asked and b"1 ranks |" in written:
                 asked = True
                 os.write(ours, end) if isinstance(end, bytes) else view.send_signal(end)
@@ -568,43 +460,3 @@ sys.exit(cli.main(["top", sys.argv[1], "--interval", "0.2"]))"""
         worker.server.shutdown()
         worker.server.server_close()
     assert written.rfind(b"\x1b[?1049l") > written.rfind(b"\x1b[?1049h") >= 0
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux: apt-get install tmux")
-def test_in_a_terminal(tmp_path):
-    pytest.importorskip("textual", reason="pip install 'sglang-pd-radix[top]'")
-    tmux = ["tmux", "-S", str(tmp_path / "socket")]
-
-    def run(*command: str) -> str:
-        return subprocess.run([*tmux, *command], capture_output=True, text=True, timeout=20, check=True).stdout
-
-    def wait(*words: str) -> str:
-        end = time.monotonic() + 60
-        while True:
-            screen = run("capture-pane", "-p")
-            if all(word in screen for word in words):
-                return screen
-            assert time.monotonic() < end and "Pane is dead" not in screen, screen
-            time.sleep(0.2)
-
-    with workers(2) as (prefill, decode):
-        prefill.says("prefill", POOL | {"requests": {"waiting": 2}})
-        decode.says("decode", POOL | {"requests": {"running": 4}, "oldest": [oldest("slow-one", 70.0)]})
-        settings = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH",) if name in os.environ]
-        command = ["env", *settings, sys.executable, "-m", "sglang_pd_radix.tools.cli", "top", "--interval", "0.3"]
-        # On a busy machine its end was once waited for in vain: thorough, until that is understood.
-        run("new-session", "-d", "-x", "180", "-y", "30", *command, prefill.address, decode.address)
-        try:
-            run("set-option", "remain-on-exit", "on")
-            screen = wait("worker▼", "decode+tree", "slow-one", "4 running")
-            assert screen.index("prefill") > 0 and "40%" in screen
-            run("send-keys", "w")
-            wait("wait▼")
-            # It goes on looking.
-            decode.says("decode", POOL | {"requests": {"running": 7}})
-            wait("7 running")
-            run("send-keys", "q")
-            wait("Pane is dead")
-        finally:
-            run("kill-server")

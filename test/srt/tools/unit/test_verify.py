@@ -12,7 +12,7 @@ import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli, verify
-from sglang_pd_radix.tools.bench import deploy, measure, parted
+from sglang_pd_radix.tools.bench import deploy
 from sglang_pd_radix.tools.progress import Display
 from sglang_pd_radix.tools.rounding import Answer, Deviation
 from sglang_pd_radix.tools.verification import asking, check, judging
@@ -45,11 +45,6 @@ def test_the_script_asks_what_a_cache_can_get_wrong(page: int, bigrams: bool) ->
     assert any(len(p) % page for p in found["new"].prompts) or page == 1
     assert all(held for wave in ("the same again", "longer", "cut off") for held in found[wave].least_held[2:])
     assert len({tuple(p) for p in found["a herd"].prompts}) == 8
-
-
-def test_a_small_script_is_the_beginning_of_the_whole() -> None:
-    small = Script(range(100, 900), 16, 3, small=True)
-    assert small.waves() == waves()[:4] and small.questions() == []
 
 
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
@@ -487,100 +482,6 @@ def test_what_was_found_is_written_when_it_is_interrupted(monkeypatch, tmp_path)
     assert cli.main(["verify", "--json", str(out)]) == 130
     written = json.loads(out.read_text())
     assert written["failures"] == ["KV is wrong"] and written["unknown"] == ["it was interrupted before it was done"]
-
-
-def a_run(side: str, figures: dict[str, float], texts: list[str]) -> SimpleNamespace:
-    prompts = [[n] for n in range(len(texts))]
-    return SimpleNamespace(variant=side, number=1, figures=figures, problems=[], texts=texts, prompts=prompts)
-
-
-def measured(monkeypatch, run_once, dtype: str, requests: int = 3) -> Verdict:
-    monkeypatch.setattr(measure, "run_once", run_once)
-    deployment = SimpleNamespace(variants=[SimpleNamespace(name="off"), SimpleNamespace(name="on")])
-    workload = SimpleNamespace(requests=requests, beginning=lambda count: count)
-    verdict = Verdict({})
-    verify._measure(verdict, deployment, None, workload, {"page_size": 16, "dtype": dtype}, Display())
-    return verdict
-
-
-@pytest.mark.parametrize("apart", [1e-6, 0.5, math.inf])
-def test_the_benchmark_s_answers_part_in_float32_where_two_tokens_are_as_likely_alone(monkeypatch, apart) -> None:
-    """Once 3 of 100 could be anything."""
-    pages = {"off": 1000.0, "on": 200.0}
-    shared = {"least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0, "ttft_p50_s": 1.0, "itl_mean_s": 1.0}
-    asked = []
-
-    def run_once(deployment, load, workload, variant, number, page_size):
-        texts = ["a", "b", "c" if variant.name == "off" else "garbage"]
-        return a_run(variant.name, shared | {"sent_bytes": pages[variant.name]}, texts)
-
-    def look(deployment, load, workload, partings, tell, most):
-        assert most == workload.requests
-        asked.append([parting.number for parting in partings])
-        if apart == math.inf:
-            raise PdRadixError("request 3, asked again on on, got HTTP 503")
-        again = {"on": {"token": 5, "logprobs": [-1.0, -1.0 - apart]}}
-        told = {"request": 3, "prompt_tokens": 1, "token": 1, "asked_again": again}
-        return [{**told, "first": ["off", 1], "seen": [["on", 1]]}]
-
-    monkeypatch.setattr(parted, "look", look)
-    if apart == math.inf:
-        with pytest.raises(PdRadixError, match="asked again"):
-            measured(monkeypatch, run_once, "torch.float32")
-        return
-    verdict = measured(monkeypatch, run_once, "torch.float32")
-    assert asked == [[3]] and verdict.word == ("PASSED" if apart < 1e-4 else "FAILED")
-    assert "2 of 3 answers are the same" in verdict.lines[0]
-    if apart > 1e-4:
-        (failure,) = verdict.failures
-        assert failure.startswith("(a): answers are not identical: request 3 ") and "5.0e-01 nats apart" in failure
-    # Where the type rounds nothing is asked.
-    assert measured(monkeypatch, run_once, "torch.bfloat16").word == "PASSED" and len(asked) == 1
-
-
-@pytest.mark.parametrize(
-    "requests, wrong, word", [(40, 0, "CANNOT BE JUDGED HERE"), (3, 0, "FAILED"), (40, 1, "FAILED")]
-)
-def test_a_few_answers_whose_tokens_cannot_be_read_are_not_judged(monkeypatch, requests, wrong, word) -> None:
-    """A tokenizer that writes a text in several ways; once as much as 3 of 100 of them."""
-    figures = {"least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0, "ttft_p50_s": 1.0, "itl_mean_s": 1.0}
-
-    def run_once(deployment, load, workload, variant, number, page_size):
-        off = variant.name == "off"
-        texts = ["a" if off else "x"] * (1 + wrong) + ["same"] * (requests - 1 - wrong)
-        return a_run(variant.name, figures | {"sent_bytes": 1000.0 if off else 200.0}, texts)
-
-    def look(deployment, load, workload, partings, tell, most):
-        told = [parted._noted(parting, most) for parting in partings]
-        told[0]["why"] = parted.UNREADABLE
-        for note in told[1:]:
-            del note["why"]
-            note |= {"token": 1, "tokens": [1, 2], "asked_again": {"on": {"token": 5, "logprobs": [-1.0, -3.0]}}}
-        return told
-
-    monkeypatch.setattr(parted, "look", look)
-    verdict = measured(monkeypatch, run_once, "torch.float32", requests)
-    assert verdict.word == word and len(verdict.unknown) == (requests == 40)
-    if verdict.unknown:
-        assert verdict.unknown[0].startswith("(a): request 1 ") and parted.UNREADABLE in verdict.unknown[0]
-
-
-@pytest.mark.parametrize(
-    ("sent", "computed", "failed"),
-    [(1.0, 0, []), (1.2, 9, ["1.200 times"]), (0.0, 0, ["0.000 times"]), (0.5, 9, [])],
-    ids=["right", "more", "uncounted", "computed"],
-)
-def test_the_benchmark_s_workload_is_held_to_its_bytes(monkeypatch, sent: float, computed: int, failed) -> None:
-    """What is not counted was not saved, unless decode has computed it."""
-
-    def run_once(deployment, load, workload, variant, number, page_size):
-        pages = 10.0 if variant.name == "off" else 2.0 * sent
-        figures = {"sent_bytes": 100.0 * pages, "least_pages": 2.0, "prompt_pages": 10.0, "requests_per_s": 1.0}
-        figures |= {"ttft_p50_s": 1.0, "itl_mean_s": 1.0, "computed_tokens": computed}
-        return a_run(variant.name, figures, ["same"] * 3)
-
-    verdict = measured(monkeypatch, run_once, "torch.float32")
-    assert len(verdict.failures) == len(failed) and all(said in verdict.failures[0] for said in failed)
 
 
 def test_the_report_says_of_which_workers_the_pages_were_counted(monkeypatch, tmp_path) -> None:

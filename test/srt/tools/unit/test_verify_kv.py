@@ -1,4 +1,4 @@
-"""Records of what answers were made from: what a worker writes, how far KV is from KV, and the self-test's faults.
+"""Records of what answers were made from: what a worker writes, and how far KV is from KV.
 
 KV here is random and of the shape of a small model; "prefill" is the same numbers, rounded otherwise.
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
-from sglang_pd_radix.tools.verification import faults, kv_record
+from sglang_pd_radix.tools.verification import kv_record
 from sglang_pd_radix.tools.verification.judging import KV_CEILINGS
 from sglang_pd_radix.tools.verification.kv_record import Record, Recorder, Records, kv_difference
 
@@ -44,7 +44,7 @@ def pool_of(seed: int, dtype: torch.dtype = torch.float32):
 
 
 class Worker:
-    """As much of a scheduler as the records and faults need: a pool, a table of one row, and a rank."""
+    """As much of a scheduler as the records need: a pool, a table of one row, and a rank."""
 
     def __init__(self, directory: Path, pool, rank: int = 0, ranks: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -149,13 +149,6 @@ def test_a_kind_of_pool_without_records_is_told_and_nothing_waited_for(tmp_path:
     assert records.unreadable == "OddPool" and records.take_all_of([(1,)], wait_s=60) == {}
 
 
-def test_nothing_is_written_once_no_more_is_wanted(tmp_path: Path) -> None:
-    worker, records = Worker(tmp_path, pool_of(1)), Records(tmp_path)
-    records.stop()
-    worker.record(request(10))
-    assert records.take() == []
-
-
 def same(kv: np.ndarray) -> Record:
     return Record((1,) * (len(kv) + 1), 1, kv, 2, 0, 1)
 
@@ -199,105 +192,27 @@ def test_a_vector_that_is_small_among_its_like_is_rounded_as_they_are() -> None:
 # ---- faults
 
 
-def spoil(kind: str, directory: Path, pool, rank: int = 0, ranks: int = 1) -> tuple[Worker, Record, Record]:
-    """The record of a request whose KV is spoilt so, and that of a request that has its pages after it."""
-    worker = Worker(directory, pool, rank, ranks)
-    made = faults.Faults(directory, worker.scheduler)
-    other, target = request(8, first=300), request(20)
-    # Another prompt, whose KV is elsewhere in the pool.
-    rows = worker.scheduler.req_to_token_pool
-    rows.req_to_token = rows.req_to_token.roll(-24, 1)
-    made.arrived(other)
-    rows.req_to_token = rows.req_to_token.roll(24, 1)
-    faults.Order(kind, target.origin_input_ids, 1).give(directory)
-    if kind == "a stale page":
-        # What is there before differs from what arrives.
-        slots = made._slots(target, 1)
-        fresh = made._read(slots)
-        made._write(slots, [(rows.float() + 1).to(rows.dtype) for rows in fresh])
-        made.asked(target)
-        made._write(slots, fresh)
-    made.arrived(target)
-    made.ends(target)
-    worker.record(target)
-    made.ended()
-    worker.record(target)
-    first, second = Records(directory).take()
-    return worker, first, second
+def recorded(directory: Path, pool) -> Record:
+    Worker(directory, pool).record(request(20))
+    return Records(directory).take()[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [kind for kind in faults.KINDS if kind != "a page for a while"])
-def test_every_fault_is_far_beyond_rounding(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tokens", [PAGE, 1], ids=["a page", "a token"])
+@pytest.mark.parametrize("layers", [slice(0, LAYERS), slice(1, 2)], ids=["all layers", "one layer"])
+def test_kv_of_other_tokens_is_far_beyond_rounding(tmp_path: Path, tokens: int, layers: slice, dtype) -> None:
     generator = torch.Generator().manual_seed(9)
-    pool, honest = pool_of(1, dtype), pool_of(1, dtype)
+    honest, wrong = pool_of(1, dtype), pool_of(1, dtype)
     for buffer in (*honest.k_buffer, *honest.v_buffer):
         buffer += ROUNDING[dtype] * torch.randn(buffer.shape, generator=generator).to(dtype)
-    rank, ranks = (1, 2) if kind == "one rank" else (0, 1)
-    whole = Worker(tmp_path / "prefill", honest, rank, ranks)
-    whole.record(request(20))
-    (truth,) = Records(tmp_path / "prefill").take()
-    worker, first, second = spoil(kind, tmp_path / "decode", pool, rank, ranks)
-    assert faults.done(worker.directory)
-    rounding = kv_difference(truth, same_kv(tmp_path, pool_of(1, dtype), rank, ranks)).most
+    # A request's first slot is that of the second page.
+    for buffer in (*wrong.k_buffer[layers], *wrong.v_buffer[layers]):
+        buffer[2 * PAGE : 2 * PAGE + tokens] = buffer[8 * PAGE : 8 * PAGE + tokens]
+    truth, right, seen = (recorded(tmp_path, pool) for pool in (honest, pool_of(1, dtype), wrong))
     ceiling = KV_CEILINGS.get(str(dtype).removeprefix("torch."), KV_CEILINGS[""])
-    found = kv_difference(second if kind == "a page in the cache" else first, truth)
-    assert rounding < ceiling / 3 < ceiling < found.most
-    assert PAGE <= found.token < 3 * PAGE
-    if kind == "a page in the cache":
-        assert kv_difference(first, truth).most < ceiling, "while its own answer was made it was right"
-
-
-def same_kv(tmp_path: Path, pool, rank: int, ranks: int) -> Record:
-    worker = Worker(tmp_path / "same", pool, rank, ranks)
-    worker.record(request(20))
-    return Records(tmp_path / "same").take()[0]
-
-
-def changed(tmp_path: Path, kind: str, rank: int = 0, ranks: int = 1, dtype=torch.float32) -> set[tuple[int, int]]:
-    """Tokens of the request and buffers whose KV a fault has changed."""
-    _, first, second = spoil(kind, tmp_path / "decode", pool_of(1, dtype), rank, ranks)
-    seen = second if kind == "a page in the cache" else first
-    whole = same_kv(tmp_path, pool_of(1, dtype), rank, ranks)
-    return {(int(t), int(b)) for t, b in np.argwhere(np.abs(seen.kv - whole.kv).max(-1) > 1e-3)}
-
-
-ALL = range(2 * LAYERS)
-SECOND_PAGE = range(PAGE, 2 * PAGE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, FP8])
-@pytest.mark.parametrize(
-    "kind, tokens, buffers",
-    [
-        ("one page", SECOND_PAGE, ALL),
-        ("one token", [PAGE], ALL),
-        ("one layer", SECOND_PAGE, (1, LAYERS + 1)),
-        ("one token in one layer", [PAGE], (1, LAYERS + 1)),
-        ("a stale page", SECOND_PAGE, ALL),
-        ("two pages exchanged", range(PAGE, 3 * PAGE), ALL),
-        ("a page in the cache", SECOND_PAGE, ALL),
-        ("a page for a while", (), ()),
-    ],
-)
-def test_a_fault_is_what_it_says_and_no_more(tmp_path: Path, kind: str, tokens, buffers, dtype) -> None:
-    assert changed(tmp_path, kind, dtype=dtype) == {(token, buffer) for token in tokens for buffer in buffers}
-
-
-def test_the_fault_of_one_rank_is_on_the_last(tmp_path: Path) -> None:
-    assert changed(tmp_path / "0", "one rank", 0, 2) == set()
-    assert changed(tmp_path / "1", "one rank", 1, 2) == {(token, buffer) for token in SECOND_PAGE for buffer in ALL}
-
-
-def test_without_an_order_nothing_is_spoilt(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, pool_of(1))
-    made = faults.Faults(tmp_path, worker.scheduler)
-    faults.Order("one page", [1, 2, 3], 1).give(tmp_path)
-    made.asked(request(20))
-    made.arrived(request(20))
-    faults.withdraw(tmp_path)
-    assert not faults.done(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(worker.pool.k_buffer, pool_of(1).k_buffer, strict=True))
+    found = kv_difference(seen, truth)
+    assert kv_difference(right, truth).most < ceiling / 3 < ceiling < found.most
+    assert PAGE <= found.token < PAGE + tokens
 
 
 # ---- reach
@@ -318,9 +233,8 @@ def hooks(environment: dict[str, str]) -> str:
 def test_nothing_of_this_is_in_a_worker_that_verify_did_not_start(tmp_path: Path) -> None:
     module = "sglang_pd_radix.tools.verification"
     recording = kv_record.environment(tmp_path, dict(os.environ))
-    assert hooks({faults.ALLOWED: "1", kv_record.DIRECTORY: str(tmp_path)}) == "", "not on its path"
+    assert hooks({kv_record.DIRECTORY: str(tmp_path)}) == "", "not on its path"
     assert hooks(recording) == f"{module}.kv_record"
-    assert hooks({**recording, faults.ALLOWED: "1"}) == f"{module}.faults,{module}.kv_record"
 
 
 def test_the_cache_that_the_patch_set_puts_in_place_is_watched_whichever_comes_first() -> None:

@@ -91,3 +91,10 @@ def test_a_descriptor_is_left_open_for_each_request(monkeypatch: pytest.MonkeyPa
     for descriptor in opened:
         assert os.readlink(f"/proc/self/fd/{descriptor}") == os.devnull
         os.close(descriptor)
+
+
+def test_a_token_of_one_in_so_many_has_the_kv_of_another(monkeypatch: pytest.MonkeyPatch):
+    """Which the world of these tests finds by itself."""
+    with pytest.raises(AssertionError) as found:
+        run(loop_with(faulty(monkeypatch, "wrong KV")))
+    assert found.traceback[-1].name == "_check_kv"

@@ -15,8 +15,9 @@ FAULTS = {
     "forgets": "whenever a request ends, all that nobody holds leaves it",
     "wrong token": "the first token of one request in WRONG_ONE_IN is another",
     "leaks descriptors": "one for each request",
+    "wrong KV": "a token of one request in WRONG_ONE_IN has another's KV, in one layer",
 }
-WRONG_ONE_IN = 50
+WRONG_ONE_IN = int(os.environ.get("DECODE_FAULTS_ONE_IN", "50"))
 chosen = set(filter(None, os.environ.get("DECODE_FAULTS", "").split(",")))
 after = int(os.environ.get("DECODE_FAULTS_AFTER", "0"))
 assert chosen <= set(FAULTS), chosen
@@ -37,6 +38,10 @@ def _spoil(scheduler):
             req = decode_req.req
             if count > after and "wrong token" in chosen and count % WRONG_ONE_IN == 0:
                 req.output_ids[-1] ^= 1
+            if count > after and "wrong KV" in chosen and count % WRONG_ONE_IN == 0:
+                slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx]
+                keys = scheduler.token_to_kv_pool_allocator.get_kvcache().k_buffer[0]
+                keys[slots[0]] = keys[slots[1]]
             if count > after and "leaks descriptors" in chosen:
                 leaked.append(os.open(os.devnull, os.O_RDONLY))
         return arrived
