@@ -35,8 +35,8 @@ class Capabilities:
 
     version: of the decode prefix, 0 for none. prompts: whether it compares digests of prompts.
     waiting_timeout: seconds for which it may write for a request. bootstrap_timeout: seconds for
-    which it keeps a request that decode never mentions. Both are 0 if not reported. others: see
-    `listen_for`.
+    which it keeps a request that decode never mentions. Both are 0 if not reported. others: its
+    whole answer without false values, for extras.
     """
 
     version: int = 0
@@ -52,12 +52,6 @@ class Capabilities:
 
 
 UNKNOWN = Capabilities()
-_others: set[str] = set()
-
-
-def listen_for(name: str) -> None:
-    """For extras: have `Capabilities.others` keep a prefill's answer for ``name`` unless false."""
-    _others.add(name)
 
 
 def check_cp_ranks(answer: Mapping[str, Any], options: Any) -> None:
@@ -92,7 +86,7 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
         return value if type(value) is int and value > 0 else 0
 
     timeouts = number("waiting_timeout"), number("bootstrap_timeout")
-    others = {name: answer[name] for name in _others if answer.get(name)}
+    others = {name: value for name, value in answer.items() if value}
     return Capabilities(version, number("prompts") > 1, *timeouts, others)
 
 
@@ -105,7 +99,7 @@ class PrefillPeers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # By address, after a handshake. Never removed, 300 bytes each: a lost prefill may still
+        # By address, after a handshake. Never removed, 2 KB each: a lost prefill may still
         # write for requests that depend on this, and a prefill in use is not queried again.
         self.capabilities: dict[str, Capabilities] = {}
         # Queries in flight; when prefills were last queried, latest last, and found unusable, and

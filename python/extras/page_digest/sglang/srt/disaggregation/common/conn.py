@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.page_digest import DIGESTS, PageDigests, sends_digests
 
@@ -47,8 +46,6 @@ def _answer(sender: Any, kv_indices: npt.NDArray[np.int32], first_page: int, is_
 
 
 hooks.add_part(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
-for name in DIGESTS:
-    prefill_peers.listen_for(name)
 
 
 class CommonKVManager(engine.CommonKVManager):
