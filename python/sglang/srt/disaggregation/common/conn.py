@@ -298,7 +298,7 @@ class CommonKVManager(engine.CommonKVManager):
         tags = {tag for info in infos for tag in info.parts}
         found = {
             part.tag: part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
-            for part in hooks.parts()
+            for part in hooks.PARTS
             if part.answer is not None and part.tag in tags
         }
         return {tag: answer for tag, answer in found.items() if answer is not None}

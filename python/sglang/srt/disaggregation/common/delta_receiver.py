@@ -171,7 +171,7 @@ class DeltaReceiver(Base):
 
         Arguments as of `send_metadata`. Raises NotTaken.
         """
-        parts = [(p, own) for p in hooks.parts() if (own := p.write(self, kv_indices)) is not None]
+        parts = [(p, own) for p in hooks.PARTS if (own := p.write(self, kv_indices)) is not None]
         pages = kv_indices.astype(np.int32).tobytes()
         states = np.array(() if state_indices is None else state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos or []:

@@ -67,12 +67,10 @@ def check_cp_ranks(answer: Mapping[str, Any], options: Any) -> None:
         )
 
 
-_checks: list[Callable[[Mapping[str, Any], Any], None]] = [check_cp_ranks]
 
 
-def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
-    """For extras: ``check(answer, options)`` raises ValueError for an incompatible prefill."""
-    _checks.append(check)
+#: Each check of an answer, with this worker's options, raises ValueError for an incompatible prefill.
+CHECKS: list[Callable[[Mapping[str, Any], Any], None]] = [check_cp_ranks]
 
 
 def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
@@ -190,7 +188,7 @@ class PrefillPeers:
                 "Could not ask prefill %s whether it understands a decode prefix: %s", addr, e
             )
             return None
-        for check in _checks:
+        for check in CHECKS:
             check(answer, self._manager.server_args)
         self.capabilities[addr] = found
         return found.version

@@ -155,7 +155,7 @@ def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
 def split_parts(message: list[bytes]) -> tuple[list[bytes], dict[bytes, Any]]:
     """Split off the parts of extras, which are a message's last frames. Raises ValueError."""
     said = {}
-    for part in reversed(hooks.parts()):
+    for part in reversed(hooks.PARTS):
         if len(message) >= PREFIX_FRAMES + part.size and message[-part.size] == part.tag:
             message, frames = message[: -part.size], message[-part.size :]
             said[part.tag] = part.read(frames[1:])

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_EVENTS",
     "NO_HOOKS",
+    "PARTS",
     "DecodeHooks",
     "DeltaSource",
     "Events",
@@ -42,11 +43,9 @@ __all__ = [
     "Limit",
     "Measured",
     "MessagePart",
-    "add_part",
     "events_of",
     "has_work",
     "hooks_of",
-    "parts",
     "register",
 ]
 
@@ -288,9 +287,10 @@ class DeltaSource(Protocol):
 class MessagePart:
     """Frames that an extra adds to decode's request for KV: a tag and the frames after it.
 
-    Add it from an overlay of ``disaggregation/common/conn.py``, which both workers load. Parts
-    follow the frames of the prefix, in the order of ``python/extras/ORDER``. The extra writes its
-    part only for a prefill that reports that it reads it, see `Capabilities.others`.
+    Append it to `PARTS` in an overlay of ``disaggregation/common/conn.py``, which both workers
+    load. Parts follow the frames of the prefix, in the order of ``python/extras/ORDER``. The extra
+    writes its part only for a prefill that reports that it reads it, see `Capabilities.others`.
+
 
     tag: its first frame. size: its number of frames, with the tag.
     dummies: whether prefill ranks that write nothing for the request get it too.
@@ -315,14 +315,5 @@ class MessagePart:
     answer: Callable[[Any, npt.NDArray[np.int32], int, bool], str | None] | None = None
 
 
-_parts: list[MessagePart] = []
-
-
-def add_part(part: MessagePart) -> None:
-    """Send and read ``part`` with requests for KV."""
-    _parts.append(part)
-
-
-def parts() -> Sequence[MessagePart]:
-    """All parts, in order."""
-    return _parts
+#: The parts of extras, in order.
+PARTS: list[MessagePart] = []

@@ -98,7 +98,7 @@ class TransferStatus(engine.TransferStatus):
         elif kind == "fail":
             self.is_failure = True
             self.failed_from.add(agent)
-        elif text is not None and kind in {p.tag.decode() for p in hooks.parts() if p.answer}:
+        elif text is not None and kind in {p.tag.decode() for p in hooks.PARTS if p.answer}:
             self.answers.setdefault(kind.encode(), {})[agent] = text
         else:
             raise ValueError(f"unknown kind {kind!r}")

@@ -45,7 +45,7 @@ def _answer(sender: Any, kv_indices: npt.NDArray[np.int32], first_page: int, is_
     return digests.claim(sender.digests) if is_last else None
 
 
-hooks.add_part(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
+hooks.PARTS.append(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
 
 
 class CommonKVManager(engine.CommonKVManager):

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.offers import OFFER, READS, read_offer, write_off
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
 
-hooks.add_part(hooks.MessagePart(OFFER, 3, write_offer, read_offer, dummies=False))
+hooks.PARTS.append(hooks.MessagePart(OFFER, 3, write_offer, read_offer, dummies=False))
 
 
 class CommonKVManager(engine.CommonKVManager):
