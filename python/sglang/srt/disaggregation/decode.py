@@ -86,7 +86,7 @@ class DecodeRequest(engine.DecodeRequest):
     error: str | None = None
     failed_at: float = 0.0
     phase: Phase = field(default=Phase.HANDSHAKE, init=False)
-    # The schedule policy's entry, set when first asked for; see `Schedule.entry_of`.
+    # The policy's entry: from its arrival on, unless it is retracted.
     entry: QueueEntry | None = None
     # What prefill is to write to: pages, and state if the model has any, see `StateKind`.
     page_indices: np.ndarray | None = None
@@ -255,16 +255,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._register(self.queue[-1])
 
     def _register(self, decode_req: DecodeRequest) -> None:
-        """Register a new request with the schedule, the rooms and the tier."""
-        self.schedule.entry_of(decode_req)
-        if not is_warmup(decode_req.req):
-            self.rooms[decode_req.req.bootstrap_room] = decode_req
-            self.fetch(decode_req)
-
-    def fetch(self, decode_req: DecodeRequest) -> None:
-        """Have the tier fetch the part of the prompt that this worker lacks."""
+        """Register a new request with the policy, the rooms and the tier."""
+        self.schedule.enter(decode_req)
+        if is_warmup(decode_req.req):
+            return
+        self.rooms[decode_req.req.bootstrap_room] = decode_req
         try:
-            self.tier.fetch(decode_req.req, self.schedule.entry_of(decode_req))
+            # The tier fetches the part of the prompt that this worker lacks.
+            self.tier.fetch(decode_req.req, decode_req.entry)
         except Exception as e:
             # On all ranks alike: all hash the same prompt.
             decode_req.mark_failed(e)
@@ -349,7 +347,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._forget(gone)
         for decode_req in gone:
             report_end(decode_req.req, self.scheduler)
-            self.policy.leave(self.schedule.entry_of(decode_req))
+            self.policy.leave(decode_req.entry)
             decode_req.advance(Phase.RELEASED)
         return gone
 
@@ -492,7 +490,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed on this or another rank."""
         self.policy.leave(decode_req.entry)
-        if decode_req.entry is not None and decode_req.entry.source is not None:
+        if decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)
         decode_req.abort("transfer")
         decode_req.fail()

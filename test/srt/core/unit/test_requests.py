@@ -99,7 +99,7 @@ def test_a_request_without_a_priority_has_the_least(host: str, lower_first: bool
     )
     made = loop.arrive(tokens(2, 8), priority=3)
     scheduler._add_request_to_queue(req)
-    entries = [loop.queue.schedule.entry_of(decode_req) for decode_req in loop.queue.queue]
+    entries = [decode_req.entry for decode_req in loop.queue.queue]
     assert {decode_req.req for decode_req in loop.queue.queue} == {made.req, req}
     least = max(entries, key=lambda entry: entry.priority)
     assert least is next(dr for dr in loop.queue.queue if dr.req is req).entry
