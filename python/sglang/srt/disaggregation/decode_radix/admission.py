@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
@@ -57,22 +57,20 @@ class DecodeAdder:
         budget: Callable[[], Budget],
         reserved: int,
         evictable: int | None = None,
-        limits: Sequence[Callable[[LiveReqs], Limit]] = (),
-        live: Callable[[], LiveReqs] = LiveReqs,
+        limits: Callable[[], Sequence[Limit]] = tuple,
     ):
         """room: number of requests for which there are a req_to_token slot and a metadata buffer.
 
         reserved: tokens for a request's next steps. evictable: if the step evicts more tokens, it
-        ends; None: no bound. limits: see `DecodeHooks.limit`. budget, live: state of the step;
-        called at most once, when a request could be admitted.
+        ends; None: no bound. budget, limits: state of the step; called at most once, when a request
+        could be admitted.
         """
-        self._make_limits, self._live = limits, live
-        self._limits: list[Limit] | None = None
+        self._make_budget, self._make_limits = budget, limits
+        self._budget: Budget | None = None
+        self._limits: Sequence[Limit] | None = None
         # After `Added.HELD`: see `Limit.held_live`.
         self.held_live: int | None = None
         self._capacity, self._reserved, self._evictable = room, reserved, evictable
-        self._make_budget = budget
-        self._budget: Budget | None = None
         self._entries: list[QueueEntry] = []
 
     @property
@@ -89,8 +87,12 @@ class DecodeAdder:
         budget = self._budget
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
-        if self._make_limits and not self._within_limits(entry, req, plan):
-            return Added.HELD
+        if self._limits is None:
+            self._limits = self._make_limits()
+        for limit in self._limits:
+            if not limit.add(plan, req, at_once=entry.local):
+                self.held_live = limit.held_live()
+                return Added.HELD
         if not self._in_turn(entry):
             return Added.NOT_ITS_TURN
         self._entries.append(entry)
@@ -102,16 +104,6 @@ class DecodeAdder:
 
     def _in_turn(self, entry: QueueEntry) -> bool:
         """Whether it is this request's turn; called in the order of admission."""
-        return True
-
-    def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
-        if self._limits is None:
-            live = self._live()
-            self._limits = [make(live) for make in self._make_limits]
-        for limit in self._limits:
-            if not limit.add(plan, req, at_once=entry.local):
-                self.held_live = limit.held_live()
-                return False
         return True
 
 
@@ -201,8 +193,12 @@ class Admission:
 
     def _for_adder(self, evictable: int | None) -> tuple:
         """The arguments of `DecodeAdder` after the first."""
-        reserved, limits = self._accounts.reserved, self._policy.hooks.limit
-        return self._queue._budget, reserved, evictable, limits, self._queue.live
+        return self._queue._budget, self._accounts.reserved, evictable, self._limits
+
+    def _limits(self) -> list[Limit]:
+        makers = self._policy.hooks.limit
+        live = self._queue.live() if makers else None
+        return [limit(live) for limit in makers]
 
     def _may_fit(
         self, added: Added, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
