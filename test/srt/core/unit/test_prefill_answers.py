@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 import threading
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,16 +46,6 @@ def ask(status: int, body: Any) -> tuple[int | None, list[Capabilities]]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def test_a_backend_that_is_derived_from_one_with_deltas_has_none(monkeypatch):
-    """Ascend's server is a Mooncake server, and said that decode might name a prefix."""
-    for name in ("memfabric_hybrid", "mf_adapter"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    ascend = importlib.import_module("sglang.srt.disaggregation.ascend.conn").AscendKVBootstrapServer
-    assert ascend.decode_prefix_version == 0
-    for server in (MooncakeKVBootstrapServer, NixlKVBootstrapServer):
-        assert server.decode_prefix_version == DECODE_PREFIX_VERSION
 
 
 def test_a_prefill_that_understands_it():

@@ -336,12 +336,6 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     # Whether a prefill with several pipeline stages understands a prefix.
     takes_stages = False
 
-    def __init_subclass__(cls, **options) -> None:
-        """Resets the version, except in an overlay: Ascend's Mooncake server has no deltas."""
-        super().__init_subclass__(**options)
-        if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
-            cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version
-
     def _setup_routes(self) -> None:
         """Adds the route of the decode prefix."""
         super()._setup_routes()
