@@ -61,8 +61,6 @@ class CommonKVManager(engine.CommonKVManager):
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, and the state that answers a late or refused request."""
         # These come before the engine's `__init__`, which starts threads that may use them.
-        # Prefill: layers of the whole model with KV. The queue that makes this manager sets it.
-        self.num_layers: int | None = None
         # Prefill: requests, decode ranks that cancelled a live room and wait for an answer, and
         # ranks notified of the end. The lock of `Rooms` covers transfer_infos too.
         self.rooms = Rooms()
