@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_radix import overlap_guard
 from sglang.srt.disaggregation.decode_radix.admission import Admission
-from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
 from sglang.srt.disaggregation.decode_radix.budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_radix.commit import (
     abort,
@@ -226,8 +225,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 "the package differ between its nodes. Start all of them with the same options and "
                 "SGLANG_PD_RADIX_EXTRAS."
             )
-        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
-        self.memory = RequestMemory(tree, self.req_to_token_pool)
+        self.accounts = Accounts(
+            tree,
+            self.req_to_token_pool,
+            self.num_reserved_decode_tokens,
+            engine.CLIP_MAX_NEW_TOKEN,
+        )
         self.schedule = self.schedule_type(self, figures)
         self.admission = self.admission_type(self, self.deltas_type(self))
         self.resumption = Resumption(self)

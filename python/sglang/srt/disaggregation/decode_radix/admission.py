@@ -125,7 +125,7 @@ class Admission:
         self._queue, self.deltas, self._source = queue, deltas, queue.source
         self._several_ranks = queue.ranks.size > 1
         self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
-        self.memory, self._schedule = queue.memory, queue.schedule
+        self._schedule = queue.schedule
         self._events = events_of(queue.scheduler.server_args)
         # In the last step.
         self.refused: Refused | None = None
@@ -225,7 +225,7 @@ class Admission:
         return len(live.running) + len(live.coming)
 
     def _room(self) -> int:
-        return min(self.memory.rows.available_size(), self.deltas.room())
+        return min(self._accounts.rows.available_size(), self.deltas.room())
 
     def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool) -> AdmissionPlan:
         """What an admission takes. may_match: its prefill and the other ranks allow a prefix."""
@@ -254,9 +254,9 @@ class Admission:
         if entry.stored.length:
             # Before anything is allocated.
             decode_req.load = tier.lock(entry.stored, held, req.priority or 0)
-        self.memory.give(req, req.origin_input_ids, plan)
+        self._accounts.give(req, req.origin_input_ids, plan)
         if decode_req.load is not None:
-            tier.load(decode_req.load, req, self.memory.rows)
+            tier.load(decode_req.load, req, self._accounts.rows)
             held = decode_req.load.end
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)

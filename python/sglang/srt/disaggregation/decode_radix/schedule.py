@@ -136,7 +136,7 @@ class Schedule:
         late = [i for i, dr in enumerate(requests) if dr.phase is not READY][
             : CANDIDATES - len(picked)
         ]
-        available, beside, evictable, rows, *host = queue.memory.figures()
+        available, beside, evictable, rows, *host = queue.accounts.figures()
         buffers = queue.req_to_metadata_buffer_idx_allocator.available_size()
         agreement = ranks.agree(
             # What must be equal for equal decisions.
