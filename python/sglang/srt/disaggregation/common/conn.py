@@ -24,9 +24,8 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
-from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
-from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, RankAnswers
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, EndNotices, Rooms
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
