@@ -25,15 +25,6 @@ from sglang.srt.mem_cache.tier import NO_TIER, Tier
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = [
-    "DecodeRadixCache",
-    "add_layer",
-    "build_tree",
-    "check_pool",
-    "insert_below",
-    "is_warmup",
-    "path_to",
-]
 
 _layers: list[type[DecodeRadixCache]] = []
 

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-__all__ = [
-    "NO_NEED",
-    "NO_STATE",
-    "NOTHING_KEPT",
-    "STATE_KINDS",
-    "Kept",
-    "Need",
-    "StateKind",
-    "kind_of",
-]
 
 
 class Need(NamedTuple):

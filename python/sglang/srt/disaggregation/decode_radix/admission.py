@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["Added", "Admission", "DecodeAdder", "Refused", "all_ready", "waiting"]
-
 # Access to a member of an enumeration takes longer than its use.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
 # Steps of a blocked queue between two searches for aborted requests.

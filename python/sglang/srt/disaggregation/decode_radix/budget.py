@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
-__all__ = [
-    "Accounts",
-    "AdmissionPlan",
-    "Budget",
-    "Lengths",
-    "LiveReqs",
-    "Memory",
-    "Uses",
-    "live_reqs",
-    "uses_of",
-]
 
 
 # Never written to.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
 
-__all__ = ["PrefillDeltas"]
-
 DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
 
 

@@ -32,22 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
     from sglang.srt.server_args import ServerArgs
 
-__all__ = [
-    "NO_EVENTS",
-    "NO_HOOKS",
-    "PARTS",
-    "DecodeHooks",
-    "DeltaSource",
-    "Events",
-    "Hooks",
-    "Limit",
-    "Measured",
-    "MessagePart",
-    "events_of",
-    "has_work",
-    "hooks_of",
-    "register",
-]
 
 Point = TypeVar("Point")
 # Per class of this module: the factories of the extras' hooks.

@@ -20,8 +20,6 @@ import numpy as np
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-__all__ = ["OPEN", "KeptRows", "OverlapGuard", "make_guard"]
-
 
 class OverlapGuard:
     """What one admission step must not hand out while a batch is in flight.

@@ -10,13 +10,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "DECODE_PREFIX_ROUTE",
-    "DECODE_PREFIX_VERSION",
-    "check_decode_prefix",
-    "count_runs",
-    "pages",
-]
 
 # Route of prefill's bootstrap server that reports which version of the decode prefix it supports.
 DECODE_PREFIX_ROUTE = "/decode_prefix"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Hooks
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["Resumption", "joins"]
-
 
 def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
     """Returns a test of retracted requests, in order: would it decode in this turn?

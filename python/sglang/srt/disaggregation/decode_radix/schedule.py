@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
 
-__all__ = ["Agreed", "Schedule", "Window", "lets_source", "priority_sign", "takes_prefix"]
-
 READY = Phase.READY
 # Ready requests that each window of a longer queue has. All others take turns in the rest: hundreds
 # may wait for one transfer, and failures behind them must be reported.

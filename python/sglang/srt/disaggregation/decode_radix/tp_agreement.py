@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import utils as engine
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "Ranks", "are_alike"]
-
 # Requests that one step looks at; fixed, so that tensors have one size even if queues differ.
 WINDOW = 256
 # Requests whose prefixes ranks compare one by one. Others are admitted only if a digest is equal.
