@@ -1,7 +1,5 @@
 """A request's transfer on a decode rank: handshake, request for KV, cancellation, end.
 
-`conn.py` puts `DeltaReceiver`, which all backends share, before the engine's receiver.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release
 (#35049, #35360, merged).
 """

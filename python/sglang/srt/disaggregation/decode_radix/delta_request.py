@@ -1,7 +1,5 @@
 """Asks prefill for the delta of an admitted request: the pages that the tree lacks.
 
-Another source of deltas is a class with the same methods.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 

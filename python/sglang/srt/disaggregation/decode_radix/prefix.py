@@ -1,7 +1,5 @@
 """The decode prefix: what both workers agree on when decode already holds the start of a prompt.
 
-Arithmetic and checks are here; each backend has its wire format.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
