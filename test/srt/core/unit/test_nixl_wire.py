@@ -878,7 +878,7 @@ def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_en
     for transfer in world.wire.transfers:
         transfer.finish()
     step()
-    assert prefill.told(f"{BAD}_fail_") and not prefill.manager.unsettled
+    assert prefill.told(f"{BAD}_fail_") and not prefill.manager.rooms.given_up
 
 
 @pytest.mark.parametrize(("held", "posted"), [(8, True), (8, False), (24, True)])

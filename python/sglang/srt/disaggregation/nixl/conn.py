@@ -140,7 +140,7 @@ class NixlKVManager(engine.NixlKVManager):
 
     ends_rooms = True
     rank_word, dummies_answer = "agent", True
-    room_books = (*CommonKVManager.room_books, "transfer_statuses", "unsettled", "cancels")
+    room_books = (*CommonKVManager.room_books, "transfer_statuses", "cancels")
 
     def __init__(self, *args, **kwargs):
         """Adds what writes need, before the engine starts the thread that reads messages."""
@@ -148,8 +148,6 @@ class NixlKVManager(engine.NixlKVManager):
         self.posted: list = []
         # Whether this rank writes the metadata, or only reports that it has none.
         self.writes_metadata = True
-        # Failed senders with writes in flight when the engine released them.
-        self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
@@ -280,11 +278,6 @@ class NixlKVManager(engine.NixlKVManager):
     def _post(self, handle):
         self.posted.append(handle)
         return handle
-
-    def settle(self) -> None:
-        """Notifies decode of the failed senders whose last write has ended."""
-        super().settle()
-        self.unsettled = [sender for sender in self.unsettled if not sender.settle()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over tables while the scheduler changes them."""
@@ -431,18 +424,11 @@ class NixlKVSender(engine.NixlKVSender):
         self._close()
         return KVPoll.Failed
 
-    def settle(self) -> bool:
-        """Report the failure to decode if no write is in flight; returns whether that is so."""
-        if "PROC" in self._states():
-            return False
-        self._close()
-        return True
-
     def failure_exception(self) -> None:
         """Replaces the engine's: answers decode too, because no rank is polled again."""
         reason = self.take_reason()
-        if not self.settle():
-            self.kv_mgr.unsettled.append(self)
+        if self.poll() != KVPoll.Failed:
+            self.kv_mgr.rooms.given_up.append(self)
         raise RuntimeError(reason)
 
 
