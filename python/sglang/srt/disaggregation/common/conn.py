@@ -256,9 +256,9 @@ class CommonKVManager(engine.CommonKVManager):
         the writing rank.
         """
         with self.rooms.lock:
-            peers = self.cancels.get(room, set()) | self.listeners(
-                asked or self.transfer_infos.get(room, {})
-            )
+            infos = asked or self.transfer_infos.get(room, {})
+            peers = {info.peer for info in infos.values() if info.dummy is False}
+            peers |= self.cancels.get(room, set())
             self.end_room(room, reason)
         return peers
 

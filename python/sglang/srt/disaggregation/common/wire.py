@@ -29,9 +29,9 @@ ENGINE_FRAMES, PREFIX_FRAMES = 8, 10
 class DeltaInfo:
     """What decode's request for KV says beyond the engine's TransferInfo; mixed into it.
 
-    decode_prefix_len: tokens that decode holds. dummy: whether this rank sends nothing; None
-    without the flag. parts: see `MessagePart`, by tag. prompt: of decode, as far as reported.
-    heard_until: see `CommonKVManager.heard_until`.
+    name, peer: see `Reader`. decode_prefix_len: tokens that decode holds. dummy: whether this
+    rank sends nothing; None without the flag. parts: see `MessagePart`, by tag. prompt: of decode,
+    as far as reported. heard_until: see `CommonKVManager.heard_until`.
     """
 
     decode_prefix_len: int = 0
@@ -39,6 +39,8 @@ class DeltaInfo:
     parts: dict[bytes, Any] = field(default_factory=dict)
     prompt: bytes | None = None
     heard_until: float = math.inf
+    name: str = ""
+    peer: Hashable = None
 
     @property
     def names_prefix(self) -> bool:
@@ -69,30 +71,6 @@ class DeltaInfo:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A decode rank asks for the KV of a room.
-
-    name: its key in the engine's tables. peer: its identity for notices, which is its address over
-    Mooncake and the name of its agent over NIXL. info: TransferInfo.
-    """
-
-    room: int
-    name: str
-    peer: Hashable
-    info: Any
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether it asks this prefill rank for nothing."""
-        return asks_for_nothing(self.info)
-
-    @property
-    def names_prefix(self) -> bool:
-        """Whether that decode worker has a radix cache."""
-        return bool(self.info.names_prefix)
-
-
-@dataclass(frozen=True)
 class Unusable:
     """A request for KV that is invalid for ``reason``. peer: the sender, None if unreadable.
 
@@ -113,14 +91,14 @@ class Cancel:
     peer: Hashable
 
 
-OfRoom = Request | Unusable | Cancel
+OfRoom = DeltaInfo | Unusable | Cancel
 
 
 @dataclass(frozen=True)
 class Reader:
     """How a backend reads the frames of a message, without its transport's own first frames.
 
-    peer: the sender. name: the sender's key in the engine's tables. info: the backend's
+    peer: the sender for notices. name: the sender's key in the engine's tables. info: the backend's
     TransferInfo. All raise ValueError or IndexError for unreadable frames.
     """
 
@@ -142,7 +120,8 @@ class Reader:
         try:
             peer = self.peer(frames)
             info = self.info(frames)
-            return Request(room, self.name(info), peer, info)
+            info.name, info.peer = self.name(info), peer
+            return info
         except (ValueError, IndexError) as e:
             return Unusable(room, peer, len(frames) > ENGINE_FRAMES, str(e))
 

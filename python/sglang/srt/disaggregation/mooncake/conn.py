@@ -128,11 +128,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         queued = "chunks of an earlier request of this room are still queued"
         return queued if room in self.queued else None
 
-    def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
-        """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
-        heard = (info for info in infos.values() if info.names_prefix and not info.is_dummy)
-        return {Peer(info.endpoint, info.dst_port) for info in heard}
-
     def add_transfer_request(
         self,
         bootstrap_room: int,

@@ -193,10 +193,6 @@ class NixlKVManager(engine.NixlKVManager):
         """Whether the agent can be sent notifications; one without the flag ignores ours."""
         return agent in self.decode_kv_args_table
 
-    def listeners(self, infos: dict[str, TransferInfo]) -> set[str]:
-        """The decode ranks to notify of a failure."""
-        return {name for name, info in infos.items() if info.dummy is False}
-
     def add_transfer_request(
         self,
         bootstrap_room: int,
