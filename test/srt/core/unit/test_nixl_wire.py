@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common.delta_receiver import ReceiverState
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.nixl import conn
@@ -381,6 +382,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def bare(dummy: bool = False) -> NixlKVReceiver:
     receiver = object.__new__(NixlKVReceiver)
+    receiver.state = ReceiverState()
     receiver.kv_mgr = SimpleNamespace(
         local_ip="10.0.0.1",
         rank_port=77,

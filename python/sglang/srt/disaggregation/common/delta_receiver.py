@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -83,16 +82,11 @@ class DeltaReceiver(Base):
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
         """Notes its creation time, and removes what an earlier request left in the room."""
-        self.made_at = time.monotonic()
+        self.made_at, self.state = time.monotonic(), ReceiverState()
         if mgr.has_radix:
             mgr.request_status.pop(bootstrap_room, None)
             mgr.failure_records.pop(bootstrap_room, None)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-
-    @cached_property
-    def state(self) -> ReceiverState:
-        """The progress of the transfer; the engine's `conclude_state` has its outcome."""
-        return ReceiverState()
 
     def init(self, prefill_dp_rank: int) -> None:
         """Begins the handshake, which `shake_hands` continues; an error fails this request only."""
