@@ -54,7 +54,7 @@ def test_the_watermark_takes_nothing_that_a_request_waits_for():
     wanted, other = tokens(1, 48), tokens(2, 48)
     fill(world, wanted, other)
     world.tree.watermark = 96
-    waiting = world.arrive(wanted + tokens(3, 8))
+    world.arrive(wanted + tokens(3, 8))
     for _ in range(10):
         world.tree.evict_to_watermark()
     assert held(world, wanted, other) == [48, 0]

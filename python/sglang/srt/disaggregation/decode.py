@@ -42,7 +42,7 @@ from sglang.srt.disaggregation.decode_radix.hooks import (
 )
 from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows, OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.quarantine import (
     let_go,
@@ -85,8 +85,8 @@ class DecodeRequest(engine.DecodeRequest):
     error: str | None = None
     failed_at: float = 0.0
     phase: Phase = field(default=Phase.HANDSHAKE, init=False)
-    # The policy's entry: from its arrival on, unless it is retracted.
-    entry: QueueEntry | None = None
+    # The policy's `QueueEntry`, from its arrival on.
+    entry: Any = None
     # What prefill is to write to: pages, and state if the model has any, see `StateKind`.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None

@@ -198,7 +198,7 @@ class Scheduler(engine.Scheduler):
         return True
 
     def flush_cache_wrapped(self, recv_req):
-        """With several TP ranks, all flush or none: a rank alone may be busy, and trees would differ."""
+        """With several TP ranks, all flush or none, also if one alone is busy: trees stay alike."""
         if self._flushes_alone() or self._pending_flush is not None:
             return super().flush_cache_wrapped(recv_req)
         if recv_req.timeout_s and recv_req.timeout_s > 0:

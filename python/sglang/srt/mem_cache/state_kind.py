@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
 
-
 class Need(NamedTuple):
     """What one request takes from a pool other than KV's.
 

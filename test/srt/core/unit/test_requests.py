@@ -42,7 +42,9 @@ def test_the_ranks_of_thousands_are_told_and_those_that_nobody_asks_for_are_forg
     """Of more than 4096 requests at once all that was told was thrown away before it could be used, again and again."""
     questions: list[Future] = []
     threaded = prefill_peers.in_background
-    monkeypatch.setattr(prefill_peers, "in_background", lambda *work: questions.append(threaded(*work)) or questions[-1])
+    monkeypatch.setattr(
+        prefill_peers, "in_background", lambda *work: questions.append(threaded(*work)) or questions[-1]
+    )
     answers = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"]()
 
     def ask(rooms: range) -> dict[str, int]:

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
-from sglang.srt.disaggregation.common.prefill_peers import in_background
 from sglang.srt.disaggregation.common.outbound import NotTaken
+from sglang.srt.disaggregation.common.prefill_peers import in_background
 from sglang.srt.disaggregation.common.wire import CANCEL
 from sglang.srt.disaggregation.decode_radix import hooks
 

@@ -68,9 +68,7 @@ class PrefillInbox:
             self._turn_down(info, why)
         elif before is not None and (has_flag or before.names_prefix):
             word = manager.rank_word
-            logger.error(
-                "Ignored a repeated request of decode %s %s for room %s", word, name, room
-            )
+            logger.error("Ignored a repeated request of decode %s %s for room %s", word, name, room)
         elif (n := info.required_dst_info_num) < 1 or counts - {n}:
             self._turn_down(info, f"it says that {sorted(counts | {n})} decode ranks will ask")
         else:

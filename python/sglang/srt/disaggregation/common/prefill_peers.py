@@ -94,9 +94,7 @@ def check_cp_ranks(answer: Mapping[str, Any], options: Any) -> None:
         )
 
 
-
-
-#: Each check of an answer, with this worker's options, raises ValueError for an incompatible prefill.
+#: Checks of an answer with this worker's options: raise ValueError for an incompatible prefill.
 CHECKS: list[Callable[[Mapping[str, Any], Any], None]] = [check_cp_ranks]
 
 

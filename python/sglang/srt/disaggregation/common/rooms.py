@@ -64,7 +64,7 @@ class Rooms:
         self.ended: OrderedDict[int, str | None] = OrderedDict()
         # Why decode's request is unusable, until the sender reads it; the oldest are removed.
         self.refused: OrderedDict[int, str] = OrderedDict()
-        # Senders that no queue polls, with no answer sent yet: decode cancelled them, or is lost, or
+        # Senders that no queue polls, not yet answered: decode cancelled them, or is lost, or
         # a write was in flight when they failed on another rank.
         self.given_up: deque[Any] = deque()
         # Whether a decode worker with the flag has sent a message.

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
 
-
 # Never written to.
 NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 

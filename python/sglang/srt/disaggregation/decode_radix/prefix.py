@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-
 # Route of prefill's bootstrap server that reports which version of the decode prefix it supports.
 DECODE_PREFIX_ROUTE = "/decode_prefix"
 DECODE_PREFIX_VERSION = 1

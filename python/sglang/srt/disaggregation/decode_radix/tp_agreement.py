@@ -103,7 +103,7 @@ class Ranks:
         shared: figures that must be equal. held: two per candidate, at most `CANDIDATES`. digest:
         of the same two for more requests. polls, capable: per request of the window, at most
         `WINDOW`. measured: by the first rank, 0 or more. All ranks pass as many figures, shared and
-        measured. Ends all ranks after `DISAGREEMENTS` steps, in the same one: they will not recover.
+        measured. Ends all ranks after `DISAGREEMENTS` steps, in the same one: they stay so.
         """
         state = [*shared, *(figure for two in held for figure in two)]
         state += [*[0] * (len(shared) + 2 * CANDIDATES - len(state)), digest]
