@@ -290,11 +290,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
 
     # ---- one step of the queue ----
 
-    def begin_step(self) -> None:
-        """Ask for deltas that waited for an in-flight batch, whose result is now processed."""
-        if self.has_radix:
-            self.admission.deltas.ask_deferred(self.transfer_queue.queue)
-
     def pop_preallocated(self, rids_to_check: list[str] | None = None):
         """Replaces the engine's admission of whole prompts: lock the prefix, ask for the delta.
 
@@ -522,13 +517,15 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
     """The step of a decode worker's queues."""
 
     def process_decode_queue(self) -> None:
-        """Adds `begin_step`, and polls handshakes and transfers while retracted requests wait.
+        """Asks for deltas that waited for an in-flight batch, whose result is now processed.
 
-        The engine polls neither until all have resumed: never, if transfers hold their memory.
+        Then polls handshakes and transfers also while retracted requests wait. The engine polls
+        neither until all have resumed: never, if transfers hold their memory.
         """
         queue = self.disagg_decode_prealloc_queue
-        queue.begin_step()
+        if queue.has_radix:
+            queue.admission.deltas.ask_deferred(queue.transfer_queue.queue)
         super().process_decode_queue()
-        if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
+        if queue.has_radix and queue.retracted_queue:
             queue.pop_preallocated()
-            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+            self.waiting_queue.extend(queue.transfer_queue.pop_transferred())

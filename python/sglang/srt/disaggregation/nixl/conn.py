@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
-from sglang.srt.disaggregation.common.wire import DeltaInfo, Reader, room_header
+from sglang.srt.disaggregation.common.wire import DeltaInfo, read_message, room_header
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
@@ -127,14 +127,6 @@ class LockedAgent:
         return locked
 
 
-# For the frames after the engine's guard.
-READER = Reader(
-    peer=lambda frames: frames[3].decode("ascii"),
-    name=lambda info: info.agent_name,
-    info=lambda frames: TransferInfo.from_zmq(frames),
-)
-
-
 class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
@@ -175,7 +167,9 @@ class NixlKVManager(engine.NixlKVManager):
             raise ValueError(
                 f"it does not start with {engine.GUARD!r}; is something else using this port?"
             )
-        message = READER.read(frames[1:])
+        message = read_message(
+            frames[1:], lambda rest: rest[3].decode("ascii"), TransferInfo.from_zmq
+        )
         if message is None:
             self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(frames[1:]))
         else:
