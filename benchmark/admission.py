@@ -175,6 +175,7 @@ class Decode(DecodeWorker):
         self.queue.queue = [decode_req]
         with self.undone():
             began = time.thread_time()
+            self.queue.schedule.enter(decode_req)
             admitted, _ = self.queue.pop_preallocated()
             taken = time.thread_time() - began
             assert admitted and req.decode_prefix_len == self._held(len(prompt))
@@ -205,6 +206,9 @@ class Decode(DecodeWorker):
     def step(self, requests: list[DecodeRequest]) -> float:
         """Seconds of one step of the queue with ``requests`` in it, of which none fits; the mean of 16 steps."""
         self.queue.queue = requests
+        for decode_req in requests:
+            if decode_req.entry is None:
+                self.queue.schedule.enter(decode_req)
         began = time.thread_time()
         for _ in range(16):
             admitted, failed = self.queue.pop_preallocated()

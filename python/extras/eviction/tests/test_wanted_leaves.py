@@ -21,7 +21,7 @@ def test_what_many_wait_for_goes_last():
     fill(world, *prompts)
     # The oldest is waited for by two, the next by one.
     for prompt in (prompts[0], prompts[0], prompts[1]):
-        world.queue.schedule.entry_of(world.arrive(prompt + tokens(30, 4)))
+        world.arrive(prompt + tokens(30, 4))
     world.tree.evict_shortfall(3 * 16)
     assert held(world, *prompts) == [16, 16, 0, 0, 0]
     world.tree.evict_shortfall(8)
@@ -37,7 +37,6 @@ def test_of_a_leaf_that_is_waited_for_in_part_the_rest_goes():
     old, new = tokens(1, 32), tokens(2, 32)
     fill(world, old, new)
     waiting = world.arrive(old[:20] + tokens(3, 8))
-    world.queue.schedule.entry_of(waiting)
     world.tree.evict_shortfall(12)
     assert held(world, old, new) == [20, 32]
     world.tree.evict_shortfall(32)
@@ -55,8 +54,7 @@ def test_the_watermark_takes_nothing_that_a_request_waits_for():
     wanted, other = tokens(1, 48), tokens(2, 48)
     fill(world, wanted, other)
     world.tree.watermark = 96
-    waiting = world.arrive(wanted + tokens(3, 8))
-    world.queue.schedule.entry_of(waiting)
+    world.arrive(wanted + tokens(3, 8))
     for _ in range(10):
         world.tree.evict_to_watermark()
     assert held(world, wanted, other) == [48, 0]

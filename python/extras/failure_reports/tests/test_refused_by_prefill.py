@@ -19,6 +19,7 @@ from sglang.srt.disaggregation import refusal, room_notes
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
 from sglang.srt.disaggregation.refusal import REFUSED_RANK_ROUTE, RefusedReq, blames_request
 from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -53,7 +54,7 @@ class Pair:
         req = Req("r", "", [1] * 26, SamplingParams(), bootstrap_room=ROOM, bootstrap_host="10.0.0.9")
         queue: Any = object.__new__(DecodeTransferQueue)
         queue.policy = SimpleNamespace(leave=lambda entry: None)
-        queue._fail(DecodeRequest(req, self.request.receivers[0]))
+        queue._fail(DecodeRequest(req, self.request.receivers[0], entry=QueueEntry(0, 0, None)))
         getattr(self.world, "close", lambda: None)()
         return req.finished_reason
 

@@ -45,7 +45,7 @@ class HostSizes(NamedTuple):
         assert not host.audit([load.node for load in loads] + [saving.above for saving in saves] + fetching[0])
         in_tree = host.evictable_size() + host.protected_size()
         assert host.pool.available_size() + in_tree + tier.saves.tokens + fetching[1] == host.pool_size
-        watched = [dr.entry.host_watch for dr in world.queue.queue if dr.entry is not None]
+        watched = [dr.entry.host_watch for dr in world.queue.queue]
         assert {watch for watch in watched if watch is not None} == set(host.watches)
         stored = tier.memory.pools[0][1].k_buffer[0]
         for tokens, slots in world._tree_paths(host):

@@ -97,14 +97,6 @@ class StorageWorld(World):
         self.storage = HostStorage(self.tier.host, self.threads, limits, writes)
         self.tier.storage = self.storage
 
-    def arrive(self, prompt: list[int], *args: Any, **options: Any) -> DecodeRequest:
-        decode_req = super().arrive(prompt, *args, **options)
-        # As `DecodePreallocQueue.add`, which this world goes without.
-        self.queue.schedule.entry_of(decode_req)
-        if decode_req.req.bootstrap_host == "10.0.0.1":
-            self.queue.fetch(decode_req)
-        return decode_req
-
     def flush(self) -> bool:
         """With the same weights."""
         weights = self.weights

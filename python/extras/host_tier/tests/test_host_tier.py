@@ -753,7 +753,7 @@ def test_without_it_a_tree_has_none():
     one = World(size=64, page_size=PAGE)
     assert not isinstance(one.tree, HostTierRadixCache) and one.tree.tier is NO_TIER
     serve_to_end(one, tokens(1, 24))
-    assert len(one.queue.memory.figures()) == 4
+    assert len(one.queue.accounts.figures()) == 4
 
 
 def test_host_memory_that_is_no_larger_than_the_pool_is_refused(tmp_path):

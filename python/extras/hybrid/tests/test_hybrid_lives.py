@@ -10,7 +10,7 @@ from overlapped_loop import Loop, LoopEnds, LoopScheduler
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
 from test_late_step import batch
-from test_overlap_guard import CODE
+from test_overlap_guard import CODE, overlap_guard
 
 
 # With states, so few slots that requests wait for one. With windows (tokens of one, of their pool), longer and shorter
@@ -58,7 +58,7 @@ def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(
 
     fenced = play()
     assert len(fenced.told) == 2
-    monkeypatch.setitem(CODE, "find_in_flight_batch", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "make_guard", lambda *args: overlap_guard.OPEN)
     bare = play()
     assert bare.wrong
     assert fenced.asked_in["r2"] == bare.asked_in["r2"] + 1
@@ -77,7 +77,7 @@ def test_the_window_of_a_request_that_has_ended_is_another_s_one_step_later(monk
     lengths = range(4, 14)
     fenced = [play(max_new) for max_new in lengths]
     assert all(len(loop.told) == 2 and not loop.wrong for loop in fenced)
-    monkeypatch.setitem(CODE, "find_in_flight_batch", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "make_guard", lambda *args: overlap_guard.OPEN)
     bare = [play(max_new) for max_new in lengths]
     assert any(loop.wrong for loop in bare)
     for ours, theirs in zip(fenced, bare, strict=True):

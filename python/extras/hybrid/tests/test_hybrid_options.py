@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang.srt.managers.scheduler  # noqa: F401  registers the kinds
-from sglang.srt.mem_cache import hybrid_support, state_kind
+from sglang.srt.mem_cache import decode_radix_cache, hybrid_support, state_kind
 from sglang.srt.mem_cache.decode_radix_cache import build_tree
 from sglang.srt.mem_cache.state_kind import StateKind
 from sglang.srt.mem_cache.state_slots import StateSlots
@@ -86,10 +86,10 @@ def test_a_decode_worker_has_one_state_slot_for_each_request(parse_hybrid, monke
 def test_without_this_extra_its_name_is_said(monkeypatch):
     """At the start, whatever tree the engine has built."""
     engines = object()
-    assert [kind.word for kind in state_kind.kinds() if kind.word] == ["states", "windows"]
+    assert [kind.word for kind in state_kind.STATE_KINDS if kind.word] == ["states", "windows"]
     names = r"in some layers linear attention \(GDN .*KDA .*\), Mamba2 .* or sliding windows, are. Start"
     with pytest.raises(ValueError, match=names):
         build_tree(StateKind, engines, None)
-    monkeypatch.setattr(state_kind, "_kinds", [])
+    monkeypatch.setattr(decode_radix_cache, "STATE_KINDS", [])
     with pytest.raises(ValueError, match=r"throughout \(RadixCache\) are without the extra hybrid. Start this decode"):
         build_tree(StateKind, engines, None)

@@ -13,7 +13,6 @@ from sglang.srt.disaggregation import announcements
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import peer_watch
 from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
-from sglang.srt.disaggregation.common.wire import Request
 from sglang.srt.managers.schedule_batch import Req
 from test_every_state import (
     Bench,
@@ -185,7 +184,7 @@ def test_beside_decode_workers_without_the_flag_prefill_waits_for_what_they_may_
     # One of them asks for another room.
     info = dataclasses.replace(next(iter(next(iter(bench.prefill.transfer_infos.values())).values())))
     info.room, info.dummy = 1 << 40, None
-    bench.prefill.inbox.take(Request(info.room, info.agent_name, info.agent_name, info))
+    bench.prefill.inbox.take(info)
     half.step()
     assert not half.ended
     bench.prefill.waiting.silent_peer_at -= bench.prefill.bootstrap_timeout + 1

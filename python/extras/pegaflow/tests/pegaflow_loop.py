@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from decode_world import kv_of
 from overlapped_loop import Loop, LoopScheduler
-from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.mem_cache.page_names import first_hash, page_names
 from sglang.srt.mem_cache.pegaflow.session import Load, Lookup, Save
 from sglang.srt.mem_cache.pegaflow.tree import PegaFlowDecodeRadixCache
@@ -135,13 +134,6 @@ class PegaFlowLoop(Loop):
 
     def _make_scheduler(self) -> PegaFlowLoopScheduler:
         return PegaFlowLoopScheduler(self)
-
-    def arrive(self, prompt: list[int], *args: Any, **options: Any) -> DecodeRequest:
-        decode_req = super().arrive(prompt, *args, **options)
-        # As `DecodePreallocQueue.add`, which this world goes without.
-        self.queue.schedule.entry_of(decode_req)
-        self.queue.fetch(decode_req)
-        return decode_req
 
     def slots_being_computed(self) -> set[int]:
         """By steps over prompts whose results have not been processed."""

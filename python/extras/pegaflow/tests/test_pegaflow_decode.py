@@ -41,14 +41,6 @@ def world(server):
             self.saves = small_engine.record_saves(self.session)
             self.tree.attach(self.session)
 
-        def arrive(self, prompt, **options):
-            decode_req = super().arrive(prompt, **options)
-            req = decode_req.req
-            # As `DecodePreallocQueue.add`, which this world goes without.
-            self.queue.schedule.entry_of(decode_req)
-            self.tree.prefetch(req.rid, req.origin_input_ids, req.extra_key)
-            return decode_req
-
         def step(self):
             self.tree.advance()
             return super().step()

@@ -42,8 +42,6 @@ class PegaFlowWorld(World):
 
     def arrive(self, prompt, **options):
         decode_req = super().arrive(prompt, **options)
-        self.queue.schedule.entry_of(decode_req)
-        self.tree.prefetch(decode_req.req.rid, decode_req.req.origin_input_ids, decode_req.req.extra_key)
         self.handshake(decode_req)
         return decode_req
 

@@ -416,7 +416,7 @@ def test_without_the_option_there_is_no_gate_and_nothing_is_measured(monkeypatch
     real = DecodeAdder.__init__
 
     def noted(self, *args):
-        made_with.append(args[4])
+        made_with.append(args[4]())
         real(self, *args)
 
     monkeypatch.setattr(DecodeAdder, "__init__", noted)

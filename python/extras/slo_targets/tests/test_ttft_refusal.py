@@ -58,7 +58,6 @@ class Load:
 
     def _queue(self, number: int) -> None:
         (decode_req,) = queue(self.world, [1 + number % 90, 1 + number // 90, 1, 1])
-        self.world.queue.schedule.entry_of(decode_req)
         self.came[id(decode_req.req)] = self.clock.now, decode_req, number
 
     def _serve(self) -> None:

@@ -245,9 +245,6 @@ def test_those_in_time_are_seen_behind_hundreds_that_are_late(clock):
     rows = [*world.pool.free_slots]
     world.pool.free_slots.clear()
     late = queue(world, *([1 + n % 90, 1 + n // 90, 1, 1] for n in range(2 * WINDOW)))
-    for decode_req in late:
-        # As soon as it comes, which is what the queue does itself.
-        world.queue.schedule.entry_of(decode_req)
     for _ in range(40):
         world.step()
     clock.now += 5
@@ -403,7 +400,7 @@ def overloaded(rank: int, options: dict[str, Any]) -> list[Any]:
     ttft = target_of(me.world)
     served = [n for n, one in enumerate(waiting) if one.wire.asked]
     oldest = next(n for n in range(len(waiting)) if n not in served)
-    overtaken = max(one.entry.overtaken for one in waiting if one.entry is not None)
+    overtaken = max(one.entry.overtaken for one in waiting)
     return [len(served), oldest, ttft.late_requests, overtaken, me.world.queue.ranks.disagreements]
 
 

@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode_radix import overlap_guard
 from sglang.srt.disaggregation.decode_radix.admission import Admission
-from sglang.srt.disaggregation.decode_radix.allocation import RequestMemory
 from sglang.srt.disaggregation.decode_radix.budget import Accounts, Budget, LiveReqs, live_reqs
 from sglang.srt.disaggregation.decode_radix.commit import (
     abort,
@@ -43,7 +42,7 @@ from sglang.srt.disaggregation.decode_radix.hooks import (
 )
 from sglang.srt.disaggregation.decode_radix.overlap_guard import KeptRows, OverlapGuard
 from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy, QueueEntry
+from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy
 from sglang.srt.disaggregation.decode_radix.prefix import LENGTH_SIZE
 from sglang.srt.disaggregation.decode_radix.quarantine import (
     let_go,
@@ -86,8 +85,8 @@ class DecodeRequest(engine.DecodeRequest):
     error: str | None = None
     failed_at: float = 0.0
     phase: Phase = field(default=Phase.HANDSHAKE, init=False)
-    # The schedule policy's entry, set when first asked for; see `Schedule.entry_of`.
-    entry: QueueEntry | None = None
+    # The policy's `QueueEntry`, from its arrival on.
+    entry: Any = None
     # What prefill is to write to: pages, and state if the model has any, see `StateKind`.
     page_indices: np.ndarray | None = None
     state_indices: list[int] | None = None
@@ -226,8 +225,12 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
                 "the package differ between its nodes. Start all of them with the same options and "
                 "SGLANG_PD_RADIX_EXTRAS."
             )
-        self.accounts = Accounts(tree, self.num_reserved_decode_tokens, engine.CLIP_MAX_NEW_TOKEN)
-        self.memory = RequestMemory(tree, self.req_to_token_pool)
+        self.accounts = Accounts(
+            tree,
+            self.req_to_token_pool,
+            self.num_reserved_decode_tokens,
+            engine.CLIP_MAX_NEW_TOKEN,
+        )
         self.schedule = self.schedule_type(self, figures)
         self.admission = self.admission_type(self, self.deltas_type(self))
         self.resumption = Resumption(self)
@@ -255,16 +258,14 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             self._register(self.queue[-1])
 
     def _register(self, decode_req: DecodeRequest) -> None:
-        """Register a new request with the schedule, the rooms and the tier."""
-        self.schedule.entry_of(decode_req)
-        if not is_warmup(decode_req.req):
-            self.rooms[decode_req.req.bootstrap_room] = decode_req
-            self.fetch(decode_req)
-
-    def fetch(self, decode_req: DecodeRequest) -> None:
-        """Have the tier fetch the part of the prompt that this worker lacks."""
+        """Register a new request with the policy, the rooms and the tier."""
+        self.schedule.enter(decode_req)
+        if is_warmup(decode_req.req):
+            return
+        self.rooms[decode_req.req.bootstrap_room] = decode_req
         try:
-            self.tier.fetch(decode_req.req, self.schedule.entry_of(decode_req))
+            # The tier fetches the part of the prompt that this worker lacks.
+            self.tier.fetch(decode_req.req, decode_req.entry)
         except Exception as e:
             # On all ranks alike: all hash the same prompt.
             decode_req.mark_failed(e)
@@ -288,11 +289,6 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
             fail_unreached(self.pending_reqs, self.kv_manager)
 
     # ---- one step of the queue ----
-
-    def begin_step(self) -> None:
-        """Ask for deltas that waited for an in-flight batch, whose result is now processed."""
-        if self.has_radix:
-            self.admission.deltas.ask_deferred(self.transfer_queue.queue)
 
     def pop_preallocated(self, rids_to_check: list[str] | None = None):
         """Replaces the engine's admission of whole prompts: lock the prefix, ask for the delta.
@@ -349,7 +345,7 @@ class DecodePreallocQueue(engine.DecodePreallocQueue):
         self._forget(gone)
         for decode_req in gone:
             report_end(decode_req.req, self.scheduler)
-            self.policy.leave(self.schedule.entry_of(decode_req))
+            self.policy.leave(decode_req.entry)
             decode_req.advance(Phase.RELEASED)
         return gone
 
@@ -492,7 +488,7 @@ class DecodeTransferQueue(engine.DecodeTransferQueue):
     def _fail(self, decode_req: DecodeRequest) -> None:
         """Abort a request whose transfer failed on this or another rank."""
         self.policy.leave(decode_req.entry)
-        if decode_req.entry is not None and decode_req.entry.source is not None:
+        if decode_req.entry.source is not None:
             decode_req.entry.source.forget(decode_req)
         decode_req.abort("transfer")
         decode_req.fail()
@@ -521,13 +517,15 @@ class SchedulerDisaggregationDecodeMixin(engine.SchedulerDisaggregationDecodeMix
     """The step of a decode worker's queues."""
 
     def process_decode_queue(self) -> None:
-        """Adds `begin_step`, and polls handshakes and transfers while retracted requests wait.
+        """Asks for deltas that waited for an in-flight batch, whose result is now processed.
 
-        The engine polls neither until all have resumed: never, if transfers hold their memory.
+        Then polls handshakes and transfers also while retracted requests wait. The engine polls
+        neither until all have resumed: never, if transfers hold their memory.
         """
         queue = self.disagg_decode_prealloc_queue
-        queue.begin_step()
+        if queue.has_radix:
+            queue.admission.deltas.ask_deferred(queue.transfer_queue.queue)
         super().process_decode_queue()
-        if queue.retracted_queue and isinstance(self.tree_cache, DecodeRadixCache):
+        if queue.has_radix and queue.retracted_queue:
             queue.pop_preallocated()
-            self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
+            self.waiting_queue.extend(queue.transfer_queue.pop_transferred())

@@ -24,13 +24,6 @@ __all__ = ["PrefillBootstrapQueue", "SchedulerDisaggregationPrefillMixin"]
 class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
     """Starts each request's chunk cursor at decode's prefix."""
 
-    def _init_kv_manager(self):
-        """Adds the number of layers of all pipeline stages."""
-        manager = super()._init_kv_manager()
-        if isinstance(manager, CommonKVManager):
-            manager.num_layers = self.scheduler.model_config.num_hidden_layers
-        return manager
-
     def add(self, req: Req, num_kv_heads: int) -> None:
         """Adds the prompt length to the sender, which checks decode's request for KV against it."""
         super().add(req, num_kv_heads)

@@ -6,15 +6,17 @@ Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.decode_radix.hooks import has_work, hooks_of
+from sglang.srt.managers import io_struct
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.flush_agreement import begin_flush, check_pending_flush
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import keep_extra_key
 from sglang.srt.mem_cache import cache_support, state_kind
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache, build_tree
@@ -98,7 +100,7 @@ class Scheduler(engine.Scheduler):
         logger.error("Request %s", recv_req.rid, exc_info=error)
         finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
         self.send_to_tokenizer.send_output(
-            AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req
+            io_struct.AbortReq(rid=recv_req.rid, finished_reason=finished), recv_req
         )
         return reason
 
@@ -196,17 +198,38 @@ class Scheduler(engine.Scheduler):
         return True
 
     def flush_cache_wrapped(self, recv_req):
-        """With several TP ranks, the ranks agree whether to flush."""
+        """With several TP ranks, all flush or none, also if one alone is busy: trees stay alike."""
         if self._flushes_alone() or self._pending_flush is not None:
             return super().flush_cache_wrapped(recv_req)
-        return begin_flush(self, recv_req, super().flush_cache_wrapped)
+        if recv_req.timeout_s and recv_req.timeout_s > 0:
+            self._pending_flush = recv_req, time.monotonic() + recv_req.timeout_s
+            return None
+        self.end_step_of_none()
+        (idle,) = self._said_by_all(self.is_fully_idle())
+        flushed = super().flush_cache_wrapped
+        return flushed(recv_req) if idle else io_struct.FlushCacheReqOutput(success=False)
 
     def _check_pending_flush(self) -> None:
-        """With several TP ranks, the ranks flush, or give up, in the same step."""
+        """With several TP ranks, all flush, or give up, in the same step, whatever their clocks."""
         if self._pending_flush is None or self._flushes_alone():
             super()._check_pending_flush()
-        else:
-            check_pending_flush(self, super()._check_pending_flush)
+            return
+        recv_req, deadline = self._pending_flush
+        idle, in_time = self._said_by_all(self.is_fully_idle(), time.monotonic() < deadline)
+        if idle:
+            super()._check_pending_flush()
+        elif not in_time:
+            self._pending_flush = None
+            answer = io_struct.FlushCacheReqOutput(
+                success=False, message="Requests were left until the time was up."
+            )
+            self.send_to_tokenizer.send_output(answer, recv_req)
+
+    def _said_by_all(self, *said: bool) -> list[int]:
+        """Per flag: 1 if it is true on all ranks, else 0."""
+        state = torch.tensor([int(yes) for yes in said])
+        dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self.attn_tp_cpu_group)
+        return state.tolist()
 
     def _flushes_alone(self) -> bool:
         mode, plain = self.disaggregation_mode, engine.DisaggregationMode.NULL

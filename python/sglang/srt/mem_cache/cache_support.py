@@ -17,20 +17,6 @@ from sglang.srt.environ import envs
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = [
-    "DECODE",
-    "FLAG",
-    "KINDS",
-    "CacheKind",
-    "add",
-    "check",
-    "check_not_turned_off",
-    "check_tree",
-    "kinds_with",
-    "replace",
-    "several",
-    "switch",
-]
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
 

@@ -19,21 +19,12 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.cache_support import FLAG
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek, PrefixReader
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.mem_cache.state_kind import NO_STATE, StateKind, kinds
+from sglang.srt.mem_cache.state_kind import NO_STATE, STATE_KINDS, StateKind
 from sglang.srt.mem_cache.tier import NO_TIER, Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = [
-    "DecodeRadixCache",
-    "add_layer",
-    "build_tree",
-    "check_pool",
-    "insert_below",
-    "is_warmup",
-    "path_to",
-]
 
 _layers: list[type[DecodeRadixCache]] = []
 
@@ -353,7 +344,7 @@ def build_tree(kind: type[StateKind], engines: Any, scheduler: Any) -> DecodeRad
     Raises ValueError for a model that is not verified.
     """
     if type(engines) is not RadixCache:
-        others = " or ".join(other.layers for other in kinds() if other.word)
+        others = " or ".join(other.layers for other in STATE_KINDS if other.word)
         others = f", or in some layers {others}, are" if others else " are without the extra hybrid"
         raise ValueError(
             f"{FLAG} is not verified for this model: the engine chose {type(engines).__name__} "

@@ -13,8 +13,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode, page_align_keys
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-__all__ = ["NOTHING", "PrefixPeek", "PrefixReader", "tokens_above"]
-
 # Tokens of the first comparison: so many cost hardly more than one.
 FIRST_LOOK = 256
 

@@ -6,7 +6,7 @@ their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.cache_support import DECODE, CacheKind
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.radix_cache import RadixCache
-
-__all__ = [
-    "NO_NEED",
-    "NO_STATE",
-    "NOTHING_KEPT",
-    "Kept",
-    "Need",
-    "StateKind",
-    "kind_of",
-    "kinds",
-    "register",
-]
 
 
 class Need(NamedTuple):
@@ -134,19 +122,10 @@ class StateKind:
 
 
 NO_STATE = StateKind()
-_kinds: list[type[StateKind]] = []
-
-
-def register(kind: type[StateKind]) -> None:
-    """Register ``kind``. An extra does so when its ``managers/scheduler.py`` is imported."""
-    _kinds.append(kind)
-
-
-def kinds() -> Sequence[type[StateKind]]:
-    """All registered kinds."""
-    return _kinds
+#: All kinds. An extra appends its own when its ``managers/scheduler.py`` is imported.
+STATE_KINDS: list[type[StateKind]] = []
 
 
 def kind_of(runner: Any) -> type[StateKind]:
     """The kind of the model of ``runner``."""
-    return next((kind for kind in _kinds if kind.is_of(runner)), StateKind)
+    return next((kind for kind in STATE_KINDS if kind.is_of(runner)), StateKind)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-__all__ = ["NO_TIER", "Tier"]
-
 
 class Tier:
     """The tier of one rank. This one keeps nothing."""

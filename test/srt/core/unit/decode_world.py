@@ -226,7 +226,8 @@ class World(DecodeWorker):
         )
         decode_req = DecodeRequest(req, self.receiver(self, req, peer_takes_prefix and not warmup, prefill))
         self.queue.queue.append(decode_req)
-        self.queue.rooms[n] = decode_req
+        if self.queue.has_radix:
+            self.queue._register(decode_req)
         return decode_req
 
     def handshake(self, decode_req: DecodeRequest) -> None:
@@ -466,7 +467,7 @@ class World(DecodeWorker):
     def _check_entries(self) -> None:
         """What is known of each prompt that waits, or is waited for, is what the tree would say now."""
         computed = self.taken()
-        entries = [dr.entry for dr in (*self.queue.queue, *self.transfer.queue, *computed) if dr.entry is not None]
+        entries = [dr.entry for dr in (*self.queue.queue, *self.transfer.queue, *computed)]
         for entry in entries:
             if entry.keys is not None:
                 found = self.tree.peek(entry.keys, entry.extra_key)

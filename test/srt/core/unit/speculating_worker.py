@@ -169,6 +169,8 @@ class Worker:
             self.prefill(prompt)
         for req in reqs:
             self.queue.queue.append(DecodeRequest(req, Wire(self, req)))
+            if self.queue.has_radix:
+                self.queue._register(self.queue.queue[-1])
 
         def between() -> None:
             if all(req.finished() for req in reqs) and self.scheduler.is_fully_idle():

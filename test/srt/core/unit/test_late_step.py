@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard, find_in_flight_batch
+from sglang.srt.disaggregation.decode_radix.overlap_guard import OPEN, OverlapGuard, make_guard
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, ScheduleBatch
 
 # Of three requests in rows 2, 0 and 3, the slots of each position; a page has four.
@@ -55,14 +55,14 @@ def test_rows_are_those_of_the_requests_that_have_ended():
 
 
 def test_the_step_that_counts_is_the_last_whose_result_is_not_processed():
-    scheduler = SimpleNamespace()
-    assert find_in_flight_batch(scheduler, 4) is None, "steps do not overlap"
+    scheduler, rows = SimpleNamespace(), SimpleNamespace(give_last=sorted)
+    assert make_guard(scheduler, rows, 4) is OPEN, "steps do not overlap"
     scheduler.result_queue = []
-    assert find_in_flight_batch(scheduler, 4) is None
+    assert make_guard(scheduler, rows, 4) is OPEN
     first, last = batch(), batch()
     scheduler.result_queue = [(first, None), (last, None)]
     first.reqs[0].finished_reason = FINISH_LENGTH(1)
-    assert find_in_flight_batch(scheduler, 4) is None, "who has ended was in an earlier step"
+    assert make_guard(scheduler, rows, 4) is OPEN, "who has ended was in an earlier step"
     last.reqs[1].finished_reason = FINISH_LENGTH(1)
-    late = find_in_flight_batch(scheduler, 4)
-    assert (late.batch, late.ended, late.page_size) == (last, [1], 4)
+    late = make_guard(scheduler, rows, 4)
+    assert (late.batch, late.ended, late.page_size, late.rows) == (last, [1], 4, [0])

@@ -109,8 +109,7 @@ class Life(RuleBasedStateMachine):
     def patience_ends(self):
         """Whoever waits for another's transfer has waited for long enough."""
         for decode_req in self.world.queue.queue:
-            if decode_req.entry is not None:
-                end_patience(decode_req.entry)
+            end_patience(decode_req.entry)
 
     @precondition(lambda self: self.world.queue.queue)
     @rule(i=st.integers(0, 9))

@@ -25,6 +25,7 @@ from engine_classes import engine_class
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common.delta_receiver import ReceiverState
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_radix.hooks import Events
 from sglang.srt.disaggregation.decode_radix.prefix import pages
@@ -393,6 +394,7 @@ def frames_of(receiver: MooncakeKVReceiver, send: Callable[[], None]) -> list[li
 
 def bare_receiver(dummy: bool = False) -> MooncakeKVReceiver:
     receiver = object.__new__(MooncakeKVReceiver)
+    receiver.state = ReceiverState()
     receiver.kv_mgr = SimpleNamespace(
         local_ip="10.0.0.1",
         rank_port=77,

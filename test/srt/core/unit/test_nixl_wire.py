@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.common.delta_receiver import ReceiverState
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.disaggregation.nixl import conn
@@ -381,6 +382,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def bare(dummy: bool = False) -> NixlKVReceiver:
     receiver = object.__new__(NixlKVReceiver)
+    receiver.state = ReceiverState()
     receiver.kv_mgr = SimpleNamespace(
         local_ip="10.0.0.1",
         rank_port=77,
@@ -878,7 +880,7 @@ def test_an_idle_prefill_answers_when_the_last_write_of_a_dropped_request_has_en
     for transfer in world.wire.transfers:
         transfer.finish()
     step()
-    assert prefill.told(f"{BAD}_fail_") and not prefill.manager.unsettled
+    assert prefill.told(f"{BAD}_fail_") and not prefill.manager.rooms.given_up
 
 
 @pytest.mark.parametrize(("held", "posted"), [(8, True), (8, False), (24, True)])

@@ -252,7 +252,7 @@ def test_the_pages_of_a_request_that_has_ended_are_another_s_one_step_later(monk
     """Trap 28. Without the fence a page has two writers."""
     fenced, later = until_asked(page_size, length)
     assert len(fenced.told) == 3
-    monkeypatch.setitem(CODE, "find_in_flight_batch", lambda scheduler, page_size: None)
+    monkeypatch.setitem(CODE, "make_guard", lambda *args: overlap_guard.OPEN)
     bare, asked_in = until_asked(page_size, length)
     assert bare.wrong
     assert later == asked_in + 1

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 import pytest
 from engine_classes import engine_class
 from overlapped_loop import Loop
-from sglang.srt.disaggregation.common import handshakes
+from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
@@ -41,8 +41,10 @@ def test_a_prefill_that_does_not_say_which_rank_holds_nobody_up(monkeypatch):
 def test_the_ranks_of_thousands_are_told_and_those_that_nobody_asks_for_are_forgotten(monkeypatch):
     """Of more than 4096 requests at once all that was told was thrown away before it could be used, again and again."""
     questions: list[Future] = []
-    threaded = handshakes.in_background
-    monkeypatch.setattr(handshakes, "in_background", lambda *work: questions.append(threaded(*work)) or questions[-1])
+    threaded = prefill_peers.in_background
+    monkeypatch.setattr(
+        prefill_peers, "in_background", lambda *work: questions.append(threaded(*work)) or questions[-1]
+    )
     answers = CommonKVReceiver.query_prefill_dp_ranks.__globals__["RankAnswers"]()
 
     def ask(rooms: range) -> dict[str, int]:
@@ -99,7 +101,7 @@ def test_a_request_without_a_priority_has_the_least(host: str, lower_first: bool
     )
     made = loop.arrive(tokens(2, 8), priority=3)
     scheduler._add_request_to_queue(req)
-    entries = [loop.queue.schedule.entry_of(decode_req) for decode_req in loop.queue.queue]
+    entries = [decode_req.entry for decode_req in loop.queue.queue]
     assert {decode_req.req for decode_req in loop.queue.queue} == {made.req, req}
     least = max(entries, key=lambda entry: entry.priority)
     assert least is next(dr for dr in loop.queue.queue if dr.req is req).entry

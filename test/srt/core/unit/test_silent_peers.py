@@ -15,16 +15,15 @@ import test_nixl_wire as nixl_wire
 from engine_classes import engine_class
 from prefill_front import peers_of
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import delta_receiver, handshakes
+from sglang.srt.disaggregation.common import delta_receiver, prefill_peers
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
-from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import NotTaken
-from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers
+from sglang.srt.disaggregation.common.prefill_peers import Capabilities, PrefillPeers, RankAnswers
 from waiting import until
 
 # For what would never end. Nothing is measured.
 LONG_S = 20
-IN_BACKGROUND = handshakes.in_background
+IN_BACKGROUND = prefill_peers.in_background
 
 
 @pytest.fixture(params=["nixl", "mooncake"])
@@ -76,7 +75,7 @@ def test_a_scheduler_goes_on_where_the_system_has_no_thread_left(monkeypatch, no
     with no_threads():
         assert ask() == {} and not asked
         # Requests that wait for it fail, and no others.
-        assert str(handshakes.in_background(lambda: None, "a").exception()) == "can't start new thread"
+        assert str(prefill_peers.in_background(lambda: None, "a").exception()) == "can't start new thread"
     known: dict[str, int] = {}
     until(lambda: known.update(ask()) or (known and asked), "all have been asked")
     assert known == {"5": 3}

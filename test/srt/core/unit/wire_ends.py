@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.common import delta_receiver, handshakes
+from sglang.srt.disaggregation.common import delta_receiver, prefill_peers
 from typing_extensions import Self
 from waiting import until
 
@@ -27,14 +27,14 @@ def keep_threads_out(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = sys.modules.get("sglang.srt.disaggregation.common.peer_sockets")
     if watch is not None:
         monkeypatch.setattr(watch.PeerSockets, "start", lambda sockets, check: MADE.append(sockets))
-    threaded = handshakes.in_background
+    threaded = prefill_peers.in_background
 
     def at_once(work: Callable[[], Any], name: str) -> Future:
         future = threaded(work, name)
-        # The loop that makes the extras' calls never ends.
-        return future if name == "peer-calls" else wait([future]) and future
+        # The loop that makes the extras' calls never ends, and tests have prefills that do not answer.
+        return future if name in ("peer-calls", "ask-prefill") else wait([future]) and future
 
-    for module in (handshakes, delta_receiver):
+    for module in (prefill_peers, delta_receiver):
         monkeypatch.setattr(module, "in_background", at_once)
 
 

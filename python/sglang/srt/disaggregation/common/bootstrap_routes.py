@@ -15,14 +15,10 @@ from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
 
-# Each rank's additions to its registration: prefix version, timeouts, and values of extras.
+# In each rank's registration, beside the timeouts.
 RANK_VERSION = "decode_prefix_version"
-_added: dict[str, Callable[[], Any]] = {}
-
-
-def add_to_registration(name: str, own: Callable[[], Any]) -> None:
-    """Add ``own()``, called on the scheduler's thread, to each registration unless it is None."""
-    _added[name] = own
+#: Further values, of extras: called on the scheduler's thread; None is left out.
+ADDED_BY_RANKS: dict[str, Callable[[], Any]] = {}
 
 
 def _own_timeouts() -> dict[str, int]:
@@ -42,7 +38,7 @@ class BootstrapRequests:
     def put(self, url: str, **kwargs: Any) -> requests.Response:
         """Wraps ``requests.put``, which the engine uses only to register ranks."""
         kwargs["json"] = {**kwargs["json"], RANK_VERSION: DECODE_PREFIX_VERSION, **_own_timeouts()}
-        kwargs["json"] |= {k: v for k, own in _added.items() if (v := own()) is not None}
+        kwargs["json"] |= {k: v for k, own in ADDED_BY_RANKS.items() if (v := own()) is not None}
         return requests.put(url, **kwargs)
 
 

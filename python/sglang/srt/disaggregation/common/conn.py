@@ -24,9 +24,8 @@ from sglang.srt.disaggregation.common.bootstrap_routes import (
 )
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON, DeltaSender
-from sglang.srt.disaggregation.common.handshakes import RankAnswers
 from sglang.srt.disaggregation.common.outbound import UnwaitingSocket
-from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers
+from sglang.srt.disaggregation.common.prefill_peers import PrefillPeers, RankAnswers
 from sglang.srt.disaggregation.common.rooms import ENGINE_BOOKS, OWN_ROOM, EndNotices, Rooms
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE
@@ -61,8 +60,6 @@ class CommonKVManager(engine.CommonKVManager):
     def __init__(self, *args, **kwargs):
         """Adds what is known of peers, and the state that answers a late or refused request."""
         # These come before the engine's `__init__`, which starts threads that may use them.
-        # Prefill: layers of the whole model with KV. The queue that makes this manager sets it.
-        self.num_layers: int | None = None
         # Prefill: requests, decode ranks that cancelled a live room and wait for an answer, and
         # ranks notified of the end. The lock of `Rooms` covers transfer_infos too.
         self.rooms = Rooms()
@@ -259,9 +256,9 @@ class CommonKVManager(engine.CommonKVManager):
         the writing rank.
         """
         with self.rooms.lock:
-            peers = self.cancels.get(room, set()) | self.listeners(
-                asked or self.transfer_infos.get(room, {})
-            )
+            infos = asked or self.transfer_infos.get(room, {})
+            peers = {info.peer for info in infos.values() if info.dummy is False}
+            peers |= self.cancels.get(room, set())
             self.end_room(room, reason)
         return peers
 
@@ -298,7 +295,7 @@ class CommonKVManager(engine.CommonKVManager):
         tags = {tag for info in infos for tag in info.parts}
         found = {
             part.tag: part.answer(self.rooms.live[room], kv_indices, first_page, is_last)
-            for part in hooks.parts()
+            for part in hooks.PARTS
             if part.answer is not None and part.tag in tags
         }
         return {tag: answer for tag, answer in found.items() if answer is not None}
@@ -335,12 +332,6 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
     decode_prefix_version = 0
     # Whether a prefill with several pipeline stages understands a prefix.
     takes_stages = False
-
-    def __init_subclass__(cls, **options) -> None:
-        """Resets the version, except in an overlay: Ascend's Mooncake server has no deltas."""
-        super().__init_subclass__(**options)
-        if "decode_prefix_version" not in vars(cls) and cls.__name__ != cls.__mro__[1].__name__:
-            cls.decode_prefix_version = CommonKVBootstrapServer.decode_prefix_version
 
     def _setup_routes(self) -> None:
         """Adds the route of the decode prefix."""

@@ -1,7 +1,5 @@
 """A request's transfer on a decode rank: handshake, request for KV, cancellation, end.
 
-`conn.py` puts `DeltaReceiver`, which all backends share, before the engine's receiver.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with deferred release
 (#35049, #35360, merged).
 """
@@ -14,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -22,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.delta_sender import NO_REASON
-from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.common.outbound import NotTaken
+from sglang.srt.disaggregation.common.prefill_peers import in_background
 from sglang.srt.disaggregation.common.wire import CANCEL
 from sglang.srt.disaggregation.decode_radix import hooks
 
@@ -85,16 +82,11 @@ class DeltaReceiver(Base):
 
     def __init__(self, mgr, bootstrap_addr: str, bootstrap_room: int | None = None):
         """Notes its creation time, and removes what an earlier request left in the room."""
-        self.made_at = time.monotonic()
+        self.made_at, self.state = time.monotonic(), ReceiverState()
         if mgr.has_radix:
             mgr.request_status.pop(bootstrap_room, None)
             mgr.failure_records.pop(bootstrap_room, None)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-
-    @cached_property
-    def state(self) -> ReceiverState:
-        """The progress of the transfer; the engine's `conclude_state` has its outcome."""
-        return ReceiverState()
 
     def init(self, prefill_dp_rank: int) -> None:
         """Begins the handshake, which `shake_hands` continues; an error fails this request only."""
@@ -171,7 +163,7 @@ class DeltaReceiver(Base):
 
         Arguments as of `send_metadata`. Raises NotTaken.
         """
-        parts = [(p, own) for p in hooks.parts() if (own := p.write(self, kv_indices)) is not None]
+        parts = [(p, own) for p in hooks.PARTS if (own := p.write(self, kv_indices)) is not None]
         pages = kv_indices.astype(np.int32).tobytes()
         states = np.array(() if state_indices is None else state_indices, dtype=np.int32).tobytes()
         for peer in self.bootstrap_infos or []:

@@ -1,7 +1,5 @@
 """A request on a prefill rank, from waiting for decode's request until its end has been reported.
 
-`conn.py` puts `DeltaSender`, which all backends share, before the engine's sender.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged), with failures that
 both backends tell decode (#36612, merged).
 """

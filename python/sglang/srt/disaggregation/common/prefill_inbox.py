@@ -13,7 +13,13 @@ from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.rooms import OWN_ROOM
-from sglang.srt.disaggregation.common.wire import GIVEN_UP, Cancel, OfRoom, Request, Unusable
+from sglang.srt.disaggregation.common.wire import (
+    GIVEN_UP,
+    Cancel,
+    OfRoom,
+    Unusable,
+    asks_for_nothing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,59 +46,57 @@ class PrefillInbox:
             else:
                 self._on_request(message)
 
-    def _on_request(self, msg: Request) -> None:
+    def _on_request(self, info: Any) -> None:
         """Handle a request for KV; its room may begin when all decode ranks have asked."""
-        manager, rooms, room, info = self._manager, self._manager.rooms, msg.room, msg.info
+        manager, rooms, room, name = self._manager, self._manager.rooms, info.room, info.name
         info.heard_until = manager.heard_until(info)
         asked = manager.transfer_infos.get(room, {})
-        before, has_flag = asked.get(msg.name), info.names_prefix
-        if before is None and not msg.is_dummy:
-            manager.end_notices.begin(room, msg.peer, has_flag)
+        before, has_flag = asked.get(name), info.names_prefix
+        if before is None and not asks_for_nothing(info):
+            manager.end_notices.begin(room, info.peer, has_flag)
         if has_flag:
             manager.met_decode(info.endpoint, info.dst_port)
         counts = {i.required_dst_info_num for i in asked.values()}
         if before is None and has_flag and asked and len(asked) >= max(counts):
             # Their prefix decides what is sent, which may be in flight.
-            self._too_late(msg, f"another decode worker has asked for this room; {OWN_ROOM}")
-        elif (unfit := self._unfit(msg)) is not None:
-            self._turn_down(msg, unfit)
+            self._too_late(info, f"another decode worker has asked for this room; {OWN_ROOM}")
+        elif (unfit := self._unfit(info)) is not None:
+            self._turn_down(info, unfit)
         elif has_flag and (ended := rooms.ended.get(room)) is not None:
-            self._too_late(msg, ended)
+            self._too_late(info, ended)
         elif has_flag and not asked and (why := manager.in_the_way(room)) is not None:
-            self._turn_down(msg, why)
+            self._turn_down(info, why)
         elif before is not None and (has_flag or before.names_prefix):
             word = manager.rank_word
-            logger.error(
-                "Ignored a repeated request of decode %s %s for room %s", word, msg.name, room
-            )
+            logger.error("Ignored a repeated request of decode %s %s for room %s", word, name, room)
         elif (n := info.required_dst_info_num) < 1 or counts - {n}:
-            self._turn_down(msg, f"it says that {sorted(counts | {n})} decode ranks will ask")
+            self._turn_down(info, f"it says that {sorted(counts | {n})} decode ranks will ask")
         else:
             # A room that succeeded may be used again, as in the engine.
             rooms.ended.pop(room, None)
             # Without the flag a repeated message replaces the last one, as in the engine.
-            manager.transfer_infos.setdefault(room, {})[msg.name] = info
+            manager.transfer_infos.setdefault(room, {})[name] = info
             if before is None and len(manager.transfer_infos[room]) == n:
                 manager.update_status(room, KVPoll.WaitingForInput)
 
-    def _unfit(self, msg: Request) -> str | None:
+    def _unfit(self, info: Any) -> str | None:
         """Why this rank cannot write to that decode rank's memory; another's room goes on."""
         manager = self._manager
-        if msg.name not in manager.decode_kv_args_table:
-            return f"{manager.rank_word} {msg.name!r} has not registered its memory"
+        if info.name not in manager.decode_kv_args_table:
+            return f"{manager.rank_word} {info.name!r} has not registered its memory"
         # A decode worker without the flag knows no refusal, and a dummy rank gets no messages.
-        told = msg.names_prefix and not msg.is_dummy
-        reason: str | None = manager.unfit(msg.name) if told else None
+        told = info.names_prefix and not asks_for_nothing(info)
+        reason: str | None = manager.unfit(info.name) if told else None
         return reason
 
-    def _too_late(self, msg: Request, reason: str) -> None:
+    def _too_late(self, info: Any, reason: str) -> None:
         """The request has failed here already, or other decode ranks have asked for the room."""
         manager = self._manager
-        known = msg.name in manager.decode_kv_args_table
-        if known and (manager.dummies_answer or not msg.is_dummy):
-            manager.tell_failure(msg.room, {msg.peer}, reason)
+        known = info.name in manager.decode_kv_args_table
+        if known and (manager.dummies_answer or not asks_for_nothing(info)):
+            manager.tell_failure(info.room, {info.peer}, reason)
 
-    def _turn_down(self, msg: Request | Unusable, reason: str) -> None:
+    def _turn_down(self, msg: Any, reason: str) -> None:
         """Fail a room for an unusable message. The room's request may reach this worker later."""
         manager, room, peer = self._manager, msg.room, msg.peer
         reason = manager.rooms.refuse_request(room, reason)

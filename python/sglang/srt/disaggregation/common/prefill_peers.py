@@ -1,8 +1,9 @@
-"""What a decode worker knows of prefills: their features, and why a prefill cannot be used.
+"""What a decode worker knows of prefills: features, why one cannot be used, DP ranks of rooms.
 
 Prefills are queried in threads: a scheduler waits for no peer.
 
-Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on all prefills.
+Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged) on all prefills; in
+threads #34865 (open).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import requests
-from sglang.srt.disaggregation.common.handshakes import in_background
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
 from sglang.srt.environ import envs
 
@@ -27,6 +29,31 @@ UNANSWERED_S, ASK_AGAIN_S = 15, 0.4
 # Requests name prefills: at most so many queries are kept, each for at least so many seconds. A
 # prefill that a request waits for is queried again before that.
 MOST_ASKED, FORGOTTEN_S = 1024, 60.0
+# Seconds between two log lines that no thread starts: a scheduler may try in each step.
+SAY_AGAIN_S = 10.0
+_said_at = -math.inf
+
+
+def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
+    """Start ``work`` in a thread. It fails at once without one: clients can exhaust the limit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as e:
+            logger.exception("%s", name)
+            future.set_exception(e)
+
+    try:
+        threading.Thread(target=run, daemon=True, name=name).start()
+    except RuntimeError as e:
+        global _said_at
+        if time.monotonic() - _said_at >= SAY_AGAIN_S:
+            _said_at = time.monotonic()
+            logger.error("Peers cannot be asked now: %s", e)
+        future.set_exception(e)
+    return future
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +62,8 @@ class Capabilities:
 
     version: of the decode prefix, 0 for none. prompts: whether it compares digests of prompts.
     waiting_timeout: seconds for which it may write for a request. bootstrap_timeout: seconds for
-    which it keeps a request that decode never mentions. Both are 0 if not reported. others: see
-    `listen_for`.
+    which it keeps a request that decode never mentions. Both are 0 if not reported. others: its
+    whole answer without false values, for extras.
     """
 
     version: int = 0
@@ -52,12 +79,6 @@ class Capabilities:
 
 
 UNKNOWN = Capabilities()
-_others: set[str] = set()
-
-
-def listen_for(name: str) -> None:
-    """For extras: have `Capabilities.others` keep a prefill's answer for ``name`` unless false."""
-    _others.add(name)
 
 
 def check_cp_ranks(answer: Mapping[str, Any], options: Any) -> None:
@@ -73,12 +94,8 @@ def check_cp_ranks(answer: Mapping[str, Any], options: Any) -> None:
         )
 
 
-_checks: list[Callable[[Mapping[str, Any], Any], None]] = [check_cp_ranks]
-
-
-def check_with(check: Callable[[Mapping[str, Any], Any], None]) -> None:
-    """For extras: ``check(answer, options)`` raises ValueError for an incompatible prefill."""
-    _checks.append(check)
+#: Checks of an answer with this worker's options: raise ValueError for an incompatible prefill.
+CHECKS: list[Callable[[Mapping[str, Any], Any], None]] = [check_cp_ranks]
 
 
 def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
@@ -92,7 +109,7 @@ def parse_capabilities(answer: Mapping[str, Any]) -> Capabilities:
         return value if type(value) is int and value > 0 else 0
 
     timeouts = number("waiting_timeout"), number("bootstrap_timeout")
-    others = {name: answer[name] for name in _others if answer.get(name)}
+    others = {name: value for name, value in answer.items() if value}
     return Capabilities(version, number("prompts") > 1, *timeouts, others)
 
 
@@ -105,7 +122,7 @@ class PrefillPeers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # By address, after a handshake. Never removed, 300 bytes each: a lost prefill may still
+        # By address, after a handshake. Never removed, 2 KB each: a lost prefill may still
         # write for requests that depend on this, and a prefill in use is not queried again.
         self.capabilities: dict[str, Capabilities] = {}
         # Queries in flight; when prefills were last queried, latest last, and found unusable, and
@@ -196,7 +213,7 @@ class PrefillPeers:
                 "Could not ask prefill %s whether it understands a decode prefix: %s", addr, e
             )
             return None
-        for check in _checks:
+        for check in CHECKS:
             check(answer, self._manager.server_args)
         self.capabilities[addr] = found
         return found.version
@@ -214,3 +231,29 @@ class PrefillPeers:
                 f"timed out after {now - since:.0f} s, in which prefill {addr} has not known of it"
             )
         return None
+
+
+class RankAnswers:
+    """The prefill DP ranks of rooms, queried in threads: one query at a time for each prefill."""
+
+    def __init__(self) -> None:
+        self._queries: dict[str, Future[dict[str, int]]] = {}
+
+    def query(
+        self, addr: str, rooms: list[int], question: Callable[[str, list[int]], dict[str, int]]
+    ) -> dict[str, int]:
+        """The known ranks of ``rooms``, by number in decimal digits; ``question`` queries the rest.
+
+        rooms: all of this prefill with unknown rank. Answers about other rooms are dropped.
+        """
+        query, ranks = self._queries.get(addr), {}
+        if query is not None:
+            if not query.done():
+                return {}
+            del self._queries[addr]
+            ranks = {} if query.exception() else query.result()
+        missing = [room for room in rooms if str(room) not in ranks]
+        if missing:
+            name = f"ask {addr} for DP ranks"
+            self._queries[addr] = in_background(lambda: dict(question(addr, missing)), name)
+        return {str(room): ranks[str(room)] for room in rooms if str(room) in ranks}

@@ -64,7 +64,8 @@ class Rooms:
         self.ended: OrderedDict[int, str | None] = OrderedDict()
         # Why decode's request is unusable, until the sender reads it; the oldest are removed.
         self.refused: OrderedDict[int, str] = OrderedDict()
-        # Live senders that decode cancelled, or whose decode is lost, with no answer sent yet.
+        # Senders that no queue polls, not yet answered: decode cancelled them, or is lost, or
+        # a write was in flight when they failed on another rank.
         self.given_up: deque[Any] = deque()
         # Whether a decode worker with the flag has sent a message.
         self.has_met_flag = False
@@ -124,7 +125,7 @@ class Rooms:
             self.given_up.append(self.live[room])
 
     def settle(self) -> None:
-        """Poll cancelled senders, and remove those that have ended and so answered decode."""
+        """Poll these senders, and remove those that have ended and so answered decode."""
         for _ in range(len(self.given_up)):
             sender = self.given_up.popleft()
             status = sender.poll()

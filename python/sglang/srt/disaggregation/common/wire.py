@@ -29,9 +29,10 @@ ENGINE_FRAMES, PREFIX_FRAMES = 8, 10
 class DeltaInfo:
     """What decode's request for KV says beyond the engine's TransferInfo; mixed into it.
 
-    decode_prefix_len: tokens that decode holds. dummy: whether this rank sends nothing; None
-    without the flag. parts: see `MessagePart`, by tag. prompt: of decode, as far as reported.
-    heard_until: see `CommonKVManager.heard_until`.
+    name, peer: the sender, in the engine's tables and for notices. decode_prefix_len: tokens that
+    decode holds. dummy: whether this rank sends nothing; None without the flag. parts: see
+    `MessagePart`, by tag. prompt: of decode, as far as reported. heard_until: see
+    `CommonKVManager.heard_until`.
     """
 
     decode_prefix_len: int = 0
@@ -39,6 +40,8 @@ class DeltaInfo:
     parts: dict[bytes, Any] = field(default_factory=dict)
     prompt: bytes | None = None
     heard_until: float = math.inf
+    name: str = ""
+    peer: Hashable = None
 
     @property
     def names_prefix(self) -> bool:
@@ -69,30 +72,6 @@ class DeltaInfo:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A decode rank asks for the KV of a room.
-
-    name: its key in the engine's tables. peer: its identity for notices, which is its address over
-    Mooncake and the name of its agent over NIXL. info: TransferInfo.
-    """
-
-    room: int
-    name: str
-    peer: Hashable
-    info: Any
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether it asks this prefill rank for nothing."""
-        return asks_for_nothing(self.info)
-
-    @property
-    def names_prefix(self) -> bool:
-        """Whether that decode worker has a radix cache."""
-        return bool(self.info.names_prefix)
-
-
-@dataclass(frozen=True)
 class Unusable:
     """A request for KV that is invalid for ``reason``. peer: the sender, None if unreadable.
 
@@ -113,38 +92,31 @@ class Cancel:
     peer: Hashable
 
 
-OfRoom = Request | Unusable | Cancel
+OfRoom = DeltaInfo | Unusable | Cancel
 
 
-@dataclass(frozen=True)
-class Reader:
-    """How a backend reads the frames of a message, without its transport's own first frames.
+def read_message(
+    frames: list[bytes], peer: Callable[[list[bytes]], Hashable], info: Callable[[list[bytes]], Any]
+) -> OfRoom | None:
+    """Parse a message without its transport's own first frames; None for a registration of memory.
 
-    peer: the sender. name: the sender's key in the engine's tables. info: the backend's
-    TransferInfo. All raise ValueError or IndexError for unreadable frames.
+    peer, info: how the backend reads the sender, as notices name it, and its TransferInfo. Raises
+    ValueError or IndexError if not even the room can be read.
     """
-
-    peer: Callable[[list[bytes]], Hashable]
-    name: Callable[[Any], str]
-    info: Callable[[list[bytes]], Any]
-
-    def read(self, frames: list[bytes]) -> OfRoom | None:
-        """Parse a message, None for a registration of memory, which is the engine's.
-
-        Raises ValueError or IndexError if not even the room can be read.
-        """
-        if frames[0] == b"None":
-            return None
-        room = wire_int(frames[0], "room")
-        if frames[4:] == [CANCEL]:
-            return Cancel(room, self.peer(frames))
-        peer = None
-        try:
-            peer = self.peer(frames)
-            info = self.info(frames)
-            return Request(room, self.name(info), peer, info)
-        except (ValueError, IndexError) as e:
-            return Unusable(room, peer, len(frames) > ENGINE_FRAMES, str(e))
+    if frames[0] == b"None":
+        # It is the engine's.
+        return None
+    room = wire_int(frames[0], "room")
+    if frames[4:] == [CANCEL]:
+        return Cancel(room, peer(frames))
+    sender = None
+    try:
+        sender = peer(frames)
+        request = info(frames)
+        request.name, request.peer = frames[3].decode("ascii"), sender
+        return request
+    except (ValueError, IndexError) as e:
+        return Unusable(room, sender, len(frames) > ENGINE_FRAMES, str(e))
 
 
 def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
@@ -155,7 +127,7 @@ def room_header(room: int, host: str, port: int, name: str) -> list[bytes]:
 def split_parts(message: list[bytes]) -> tuple[list[bytes], dict[bytes, Any]]:
     """Split off the parts of extras, which are a message's last frames. Raises ValueError."""
     said = {}
-    for part in reversed(hooks.parts()):
+    for part in reversed(hooks.PARTS):
         if len(message) >= PREFIX_FRAMES + part.size and message[-part.size] == part.tag:
             message, frames = message[: -part.size], message[-part.size :]
             said[part.tag] = part.read(frames[1:])

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, LiveReqs, Memory
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.decode_radix.hooks import events_of
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
     from sglang.srt.disaggregation.decode_radix.schedule import Agreed
     from sglang.srt.managers.schedule_batch import Req
-
-__all__ = ["Added", "Admission", "DecodeAdder", "Refused", "all_ready", "waiting"]
 
 # Access to a member of an enumeration takes longer than its use.
 READY, ADMITTED = Phase.READY, Phase.ADMITTED
@@ -57,22 +55,20 @@ class DecodeAdder:
         budget: Callable[[], Budget],
         reserved: int,
         evictable: int | None = None,
-        limits: Sequence[Callable[[LiveReqs], Limit]] = (),
-        live: Callable[[], LiveReqs] = LiveReqs,
+        limits: Callable[[], Sequence[Limit]] = tuple,
     ):
         """room: number of requests for which there are a req_to_token slot and a metadata buffer.
 
         reserved: tokens for a request's next steps. evictable: if the step evicts more tokens, it
-        ends; None: no bound. limits: see `DecodeHooks.limit`. budget, live: state of the step;
-        called at most once, when a request could be admitted.
+        ends; None: no bound. budget, limits: state of the step; called at most once, when a request
+        could be admitted.
         """
-        self._make_limits, self._live = limits, live
-        self._limits: list[Limit] | None = None
+        self._make_budget, self._make_limits = budget, limits
+        self._budget: Budget | None = None
+        self._limits: Sequence[Limit] | None = None
         # After `Added.HELD`: see `Limit.held_live`.
         self.held_live: int | None = None
         self._capacity, self._reserved, self._evictable = room, reserved, evictable
-        self._make_budget = budget
-        self._budget: Budget | None = None
         self._entries: list[QueueEntry] = []
 
     @property
@@ -89,8 +85,12 @@ class DecodeAdder:
         budget = self._budget
         if not budget.covers(plan, self.promised):
             return Added.NO_MEMORY
-        if self._make_limits and not self._within_limits(entry, req, plan):
-            return Added.HELD
+        if self._limits is None:
+            self._limits = self._make_limits()
+        for limit in self._limits:
+            if not limit.add(plan, req, at_once=entry.local):
+                self.held_live = limit.held_live()
+                return Added.HELD
         if not self._in_turn(entry):
             return Added.NOT_ITS_TURN
         self._entries.append(entry)
@@ -102,16 +102,6 @@ class DecodeAdder:
 
     def _in_turn(self, entry: QueueEntry) -> bool:
         """Whether it is this request's turn; called in the order of admission."""
-        return True
-
-    def _within_limits(self, entry: QueueEntry, req: Req, plan: AdmissionPlan) -> bool:
-        if self._limits is None:
-            live = self._live()
-            self._limits = [make(live) for make in self._make_limits]
-        for limit in self._limits:
-            if not limit.add(plan, req, at_once=entry.local):
-                self.held_live = limit.held_live()
-                return False
         return True
 
 
@@ -133,7 +123,7 @@ class Admission:
         self._queue, self.deltas, self._source = queue, deltas, queue.source
         self._several_ranks = queue.ranks.size > 1
         self._tree, self._policy, self._accounts = queue.radix, queue.policy, queue.accounts
-        self.memory, self._schedule = queue.memory, queue.schedule
+        self._schedule = queue.schedule
         self._events = events_of(queue.scheduler.server_args)
         # In the last step.
         self.refused: Refused | None = None
@@ -201,8 +191,12 @@ class Admission:
 
     def _for_adder(self, evictable: int | None) -> tuple:
         """The arguments of `DecodeAdder` after the first."""
-        reserved, limits = self._accounts.reserved, self._policy.hooks.limit
-        return self._queue._budget, reserved, evictable, limits, self._queue.live
+        return self._queue._budget, self._accounts.reserved, evictable, self._limits
+
+    def _limits(self) -> list[Limit]:
+        makers = self._policy.hooks.limit
+        live = self._queue.live() if makers else None
+        return [limit(live) for limit in makers]
 
     def _may_fit(
         self, added: Added, plan: AdmissionPlan, adder: DecodeAdder, guard: OverlapGuard
@@ -229,7 +223,7 @@ class Admission:
         return len(live.running) + len(live.coming)
 
     def _room(self) -> int:
-        return min(self.memory.rows.available_size(), self.deltas.room())
+        return min(self._accounts.rows.available_size(), self.deltas.room())
 
     def _plan(self, decode_req: DecodeRequest, entry: QueueEntry, may_match: bool) -> AdmissionPlan:
         """What an admission takes. may_match: its prefill and the other ranks allow a prefix."""
@@ -258,9 +252,9 @@ class Admission:
         if entry.stored.length:
             # Before anything is allocated.
             decode_req.load = tier.lock(entry.stored, held, req.priority or 0)
-        self.memory.give(req, req.origin_input_ids, plan)
+        self._accounts.give(req, req.origin_input_ids, plan)
         if decode_req.load is not None:
-            tier.load(decode_req.load, req, self.memory.rows)
+            tier.load(decode_req.load, req, self._accounts.rows)
             held = decode_req.load.end
         self._policy.admitted(entry, len(req.origin_input_ids) - held)
         decode_req.advance(ADMITTED)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from sglang.srt.disaggregation.decode_radix.prefix import pages
 from sglang.srt.mem_cache.prefix_reader import tokens_above
 from sglang.srt.mem_cache.state_kind import NO_NEED, NOTHING_KEPT, Kept, Need
@@ -23,17 +24,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 
-__all__ = [
-    "Accounts",
-    "AdmissionPlan",
-    "Budget",
-    "Lengths",
-    "LiveReqs",
-    "Memory",
-    "Uses",
-    "live_reqs",
-    "uses_of",
-]
+
+# Never written to.
+NO_SLOTS = torch.empty((0,), dtype=torch.int64)
 
 
 class Memory(NamedTuple):
@@ -244,12 +237,26 @@ def live_reqs(scheduler: Any, transfer_queue: Any, retracted: Sequence[Req]) -> 
 
 
 class Accounts:
-    """What requests need of the memory of one decode worker, and what is there."""
+    """The memory of one decode rank: what requests need of it, what is there, and who gets it."""
 
-    def __init__(self, tree: DecodeRadixCache, reserved: int, most_new_tokens: int):
-        """reserved: decode steps that an admission reserves. most_new_tokens: see `Lengths`."""
-        self._tree, self._page, self.reserved = tree, tree.page_size, reserved
+    def __init__(self, tree: DecodeRadixCache, rows: Any, reserved: int, most_new_tokens: int):
+        """rows: the req_to_token pool. reserved: decode steps that an admission reserves.
+
+        most_new_tokens: see `Lengths`.
+        """
+        self._tree, self._page, self.rows, self.reserved = tree, tree.page_size, rows, reserved
         self.lengths = Lengths(tree.page_size, most_new_tokens)
+
+    def figures(self) -> list[int]:
+        """This rank's KV, pool beside it, evictable tokens, req_to_token slots, and the tier's."""
+        tree = self._tree
+        return [
+            tree.pool.available_size(),
+            tree.state.available(),
+            tree.evictable_size(),
+            self.rows.available_size(),
+            *tree.tier.figures(),
+        ]
 
     def plan(self, req: Req, token_ids: Sequence[int], found: PrefixPeek) -> AdmissionPlan:
         """What it takes to admit ``req`` with KV for ``token_ids``; the tree holds ``found``."""
@@ -307,6 +314,32 @@ class Accounts:
     def kept_for_resume(self, live: LiveReqs) -> Memory:
         """What a resume must leave to live requests."""
         return Memory(self.ahead(live), self._tree.state.kept(live, self.reserved).growth)
+
+    def give(self, req: Req, token_ids: Sequence[int], plan: AdmissionPlan) -> None:
+        """Lock the prefix, evict the shortfall, allocate the delta, write the req_to_token slot.
+
+        An exception ends the worker: the plan was to fit, and other TP ranks go on as if it had.
+        """
+        tree, rows, num_tokens = self._tree, self.rows, len(token_ids)
+        parts, req.last_node = tree.lock_prefix(plan.found)
+        shortfall = plan.delta - tree.pool.available_size()
+        if shortfall > 0:
+            tree.evict_shortfall(shortfall)
+        # The prefix ends with a page, so the delta is whole pages, the last one partly used.
+        delta = tree.alloc_delta(plan.delta)
+        if delta is None or rows.alloc([req]) is None:
+            raise RuntimeError(f"{req.rid}: admitted beyond what the pool has")
+        tree.state.take(req, num_tokens, plan, delta)
+        rows.write(
+            (req.req_pool_idx, slice(0, num_tokens)), torch.cat([*parts, delta])[:num_tokens]
+        )
+        # Empty: the engine then starts the prebuilt batch at position 0 with nothing cached. It
+        # reads no slots at an offset, and does not count the prefix as a hit of prefill.
+        req.prefix_indices = NO_SLOTS
+        req.decode_prefix_len = req.cache_protected_len = plan.found.length
+        if req.kv_generation is None:
+            req.kv_generation = tree.generation
+        req.kv_allocated_len = req.kv_committed_len = num_tokens
 
 
 def _tokens_left(req: Req) -> int:

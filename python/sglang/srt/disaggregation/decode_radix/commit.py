@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import Events
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["abort", "note_transfer", "report_end"]
-
 logger = logging.getLogger(__name__)
 
 

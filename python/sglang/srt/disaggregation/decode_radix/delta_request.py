@@ -1,7 +1,5 @@
 """Asks prefill for the delta of an admitted request: the pages that the tree lacks.
 
-Another source of deltas is a class with the same methods.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
 
-__all__ = ["PrefillDeltas"]
-
 DEFERRED, ASKED = Phase.DEFERRED, Phase.ASKED
 
 
@@ -32,8 +28,8 @@ class PrefillDeltas:
     def __init__(self, queue: DecodePreallocQueue):
         self._queue, self._tree, self._rows = queue, queue.radix, queue.req_to_token_pool
         self._buffer_indices = queue.req_to_metadata_buffer_idx_allocator
-        # Requests admitted in this step.
-        self._admitted: list[DecodeRequest] = []
+        # Requests admitted in this step, with their `_targets`.
+        self._admitted: list[tuple[DecodeRequest, list[torch.Tensor]]] = []
 
     def room(self) -> int:
         """Requests for which there is a metadata buffer."""
@@ -46,33 +42,26 @@ class PrefillDeltas:
         decode_req.metadata_buffer_index = index = self._buffer_indices.alloc()
         if not is_warmup(req):
             self._expect_metadata(decode_req.kv_receiver, index)
-        self._admitted.append(decode_req)
+        self._admitted.append((decode_req, self._targets(decode_req)))
 
     def ask_admitted(self, guard: OverlapGuard) -> None:
         """Ask for the deltas of this step's admissions, now or after the batch behind ``guard``.
 
         One copy brings the pages of all of them to the host.
         """
-        admitted: list[DecodeRequest] = []
-        parts: list[torch.Tensor] = []
-        for decode_req in self._admitted:
-            try:
-                parts += self._targets(decode_req)
-                admitted.append(decode_req)
-            except Exception as e:
-                decode_req.mark_failed(e)
-        self._admitted.clear()
+        admitted, self._admitted = self._admitted, []
         if not admitted:
             return
+        parts = [part for _, targets in admitted for part in targets]
         try:
             host = torch.cat(parts).cpu().numpy()
             found = np.split(host, np.cumsum([len(part) for part in parts])[:-1])
         except Exception as e:
-            for decode_req in admitted:
+            for decode_req, _ in admitted:
                 decode_req.mark_failed(e)
             return
         each = len(parts) // len(admitted)
-        for i, decode_req in enumerate(admitted):
+        for i, (decode_req, _) in enumerate(admitted):
             try:
                 waits = self._name(decode_req, guard, *found[i * each : (i + 1) * each])
                 if waits:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.tier import Tier
 
-__all__ = ["LiveRooms", "fail_unreached", "poll_handshake", "take_polls"]
-
 # An enum lookup takes longer than its use, for each of hundreds of requests.
 READY, WAITING, FAILED, BOOTSTRAPPING = (
     Phase.READY,

@@ -32,23 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.prefix_reader import PrefixPeek
     from sglang.srt.server_args import ServerArgs
 
-__all__ = [
-    "NO_EVENTS",
-    "NO_HOOKS",
-    "DecodeHooks",
-    "DeltaSource",
-    "Events",
-    "Hooks",
-    "Limit",
-    "Measured",
-    "MessagePart",
-    "add_part",
-    "events_of",
-    "has_work",
-    "hooks_of",
-    "parts",
-    "register",
-]
 
 Point = TypeVar("Point")
 # Per class of this module: the factories of the extras' hooks.
@@ -288,9 +271,10 @@ class DeltaSource(Protocol):
 class MessagePart:
     """Frames that an extra adds to decode's request for KV: a tag and the frames after it.
 
-    Add it from an overlay of ``disaggregation/common/conn.py``, which both workers load. Parts
-    follow the frames of the prefix, in the order of ``python/extras/ORDER``. The extra writes its
-    part only for a prefill that reports that it reads it, see `Capabilities.others`.
+    Append it to `PARTS` in an overlay of ``disaggregation/common/conn.py``, which both workers
+    load. Parts follow the frames of the prefix, in the order of ``python/extras/ORDER``. The extra
+    writes its part only for a prefill that reports that it reads it, see `Capabilities.others`.
+
 
     tag: its first frame. size: its number of frames, with the tag.
     dummies: whether prefill ranks that write nothing for the request get it too.
@@ -315,14 +299,5 @@ class MessagePart:
     answer: Callable[[Any, npt.NDArray[np.int32], int, bool], str | None] | None = None
 
 
-_parts: list[MessagePart] = []
-
-
-def add_part(part: MessagePart) -> None:
-    """Send and read ``part`` with requests for KV."""
-    _parts.append(part)
-
-
-def parts() -> Sequence[MessagePart]:
-    """All parts, in order."""
-    return _parts
+#: The parts of extras, in order.
+PARTS: list[MessagePart] = []

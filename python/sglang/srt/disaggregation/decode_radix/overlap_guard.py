@@ -20,8 +20,6 @@ import numpy as np
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-__all__ = ["OPEN", "KeptRows", "OverlapGuard", "find_in_flight_batch"]
-
 
 class OverlapGuard:
     """What one admission step must not hand out while a batch is in flight.
@@ -62,26 +60,24 @@ class OverlapGuard:
         return bool(np.isin(page_indices, self.pages).any())
 
 
-# Without a batch in flight.
+# Without such a batch.
 OPEN = OverlapGuard(None, (), 1)
 
 
-def find_in_flight_batch(scheduler: Any, page_size: int) -> OverlapGuard | None:
-    """Of the unprocessed batch (at most one) if a request in it has ended. Same on all ranks."""
+def make_guard(scheduler: Any, rows: Any, page_size: int) -> OverlapGuard:
+    """The guard for an admission step: of the unprocessed batch, if a request in it has ended.
+
+    There is at most one, the same on all ranks. rows: the pool of req_to_token slots.
+    """
     steps = getattr(scheduler, "result_queue", None)
     if not steps:
-        return None
+        return OPEN
     batch = steps[-1][0]
     # The attribute, not a call: each step with a long queue looks at all running requests.
     ended = [i for i, req in enumerate(batch.reqs) if req.finished_reason is not None]
-    return OverlapGuard(batch, ended, page_size) if ended else None
-
-
-def make_guard(scheduler: Any, rows: Any, page_size: int) -> OverlapGuard:
-    """The guard for an admission step. rows: the pool of req_to_token slots."""
-    guard = find_in_flight_batch(scheduler, page_size)
-    if guard is None:
+    if not ended:
         return OPEN
+    guard = OverlapGuard(batch, ended, page_size)
     guard.rows = rows.give_last(guard.rows_read)
     return guard
 

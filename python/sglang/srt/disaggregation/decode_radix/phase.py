@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Phase"]
-
 
 class Phase(enum.Enum):
     """The phase of a request. An error (`DecodeRequest.error`) leads from any to `QUARANTINED`."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource
     from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
-__all__ = ["AdmissionPolicy", "QueueEntry"]
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class QueueEntry:

@@ -1,7 +1,5 @@
 """The decode prefix: what both workers agree on when decode already holds the start of a prompt.
 
-Arithmetic and checks are here; each backend has its wire format.
-
 Upstream: a release with the flag (0.5.11; sgl-project/sglang#19746, merged).
 """
 
@@ -9,14 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "DECODE_PREFIX_ROUTE",
-    "DECODE_PREFIX_VERSION",
-    "check_decode_prefix",
-    "count_runs",
-    "pages",
-]
 
 # Route of prefill's bootstrap server that reports which version of the decode prefix it supports.
 DECODE_PREFIX_ROUTE = "/decode_prefix"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.mem_cache.tier import Tier
 
-__all__ = ["Writers", "let_go", "poll_transfers", "release"]
-
 
 class Writers:
     """Polls as Success when no prefill can write to a failed request's pages any more.

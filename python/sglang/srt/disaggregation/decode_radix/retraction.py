@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_radix.hooks import DecodeHooks, Hooks
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = ["Resumption", "joins"]
-
 
 def joins(scheduler: Any, hooks: Hooks[DecodeHooks]) -> Callable[[Req], bool]:
     """Returns a test of retracted requests, in order: would it decode in this turn?
@@ -51,7 +49,7 @@ class Resumption:
 
     def __init__(self, queue: DecodePreallocQueue):
         self._queue, self._hooks = queue, queue.transfer_queue.hooks
-        self._tree, self._accounts, self._memory = queue.radix, queue.accounts, queue.memory
+        self._tree, self._accounts = queue.radix, queue.accounts
         # The first request that did not fit or that a limit held back, the state then, and free
         # memory; and steps since then.
         self._refused: tuple[str, tuple[int, ...], Memory] | None = None
@@ -82,7 +80,7 @@ class Resumption:
         # What requests that do not decode at once may use, as in `DecodeAdder`.
         step: Budget | None = None
         for req in retracted:
-            if self._memory.rows.available_size() <= 0:
+            if self._accounts.rows.available_size() <= 0:
                 break
             free = Memory(self._accounts.free(()).kv, beside)
             budget = None
@@ -104,10 +102,10 @@ class Resumption:
             if not fits:
                 self._refused = req.rid, version(), self._accounts.free(())
                 break
-            self._memory.give(req, token_ids, plan)
+            self._accounts.give(req, token_ids, plan)
             req.is_retracted = False
             req.restore_kv_cache(
-                self._memory.rows, self._tree.token_to_kv_pool_allocator, plan.found.length
+                self._accounts.rows, self._tree.token_to_kv_pool_allocator, plan.found.length
             )
             kept = kept.plus(Memory(self._accounts.reserved, plan.beside.soon - plan.beside.now))
             beside -= plan.beside.now

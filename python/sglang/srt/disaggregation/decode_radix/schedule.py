@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.decode_radix.hooks import DeltaSource, Measured
 
-__all__ = ["Agreed", "Schedule", "Window", "lets_source", "priority_sign", "takes_prefix"]
-
 READY = Phase.READY
 # Ready requests that each window of a longer queue has. All others take turns in the rest: hundreds
 # may wait for one transfer, and failures behind them must be reported.
@@ -75,10 +73,8 @@ class Schedule:
         tree = self._tree
         return tree.growth, tree.locks_taken, tree.locks_released, self._policy.departures
 
-    def entry_of(self, decode_req: DecodeRequest) -> QueueEntry:
-        """The request's entry; the first call adds the request to the policy's queue."""
-        if decode_req.entry is not None:
-            return decode_req.entry
+    def enter(self, decode_req: DecodeRequest) -> None:
+        """Add a new request to the policy's queue."""
         req, sign = decode_req.req, priority_sign(self._queue.scheduler)
         priority = sign * req.priority if sign else 0
         prompt = None if is_warmup(req) else req.origin_input_ids
@@ -90,7 +86,6 @@ class Schedule:
             decode_req.mark_failed(e)
             entry = self._policy.enter(None, None, priority, prefill)
         decode_req.entry = entry
-        return entry
 
     # ---- the window ----
 
@@ -98,13 +93,12 @@ class Schedule:
         """At most `WINDOW` requests, ready ones first. Same on all ranks: phases are agreed on."""
         self._windows_made += 1
         requests = self._first(queue, self._windows_made) if len(queue) > WINDOW else queue
-        entry_of = self.entry_of
-        return Window(requests, [dr.entry or entry_of(dr) for dr in requests])
+        return Window(requests, [dr.entry for dr in requests])
 
     def _first(self, queue: Sequence[DecodeRequest], turn: int) -> list[DecodeRequest]:
         ready = self._ready(queue)
         if priority_sign(self._queue.scheduler):
-            ready.sort(key=lambda dr: self.entry_of(dr).priority)
+            ready.sort(key=lambda dr: dr.entry.priority)
         # By agreed phases only: the same on all ranks.
         others = [*ready[FIRST:], *(dr for dr in queue if dr.phase is not READY)]
         # Later turns pick others, until each has been picked.
@@ -140,7 +134,7 @@ class Schedule:
         late = [i for i, dr in enumerate(requests) if dr.phase is not READY][
             : CANDIDATES - len(picked)
         ]
-        available, beside, evictable, rows, *host = queue.memory.figures()
+        available, beside, evictable, rows, *host = queue.accounts.figures()
         buffers = queue.req_to_metadata_buffer_idx_allocator.available_size()
         agreement = ranks.agree(
             # What must be equal for equal decisions.
@@ -198,7 +192,7 @@ class Schedule:
 
     def _held(self, decode_req: DecodeRequest) -> tuple[int, int]:
         try:
-            return self._figures(self.entry_of(decode_req))
+            return self._figures(decode_req.entry)
         except Exception as e:
             decode_req.mark_failed(e)
             return 0, 0

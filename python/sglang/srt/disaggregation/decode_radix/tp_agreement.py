@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import utils as engine
 
-__all__ = ["CANDIDATES", "WINDOW", "Agreement", "Ranks", "agree", "are_alike"]
-
 # Requests that one step looks at; fixed, so that tensors have one size even if queues differ.
 WINDOW = 256
 # Requests whose prefixes ranks compare one by one. Others are admitted only if a digest is equal.
@@ -32,62 +30,17 @@ DISAGREEMENTS = 64
 class Agreement:
     """The result of the collective, the same on all ranks.
 
-    low, high: of each shared figure. polls, capable: MIN per request of the window; capable is 0 if
-    its prefill takes no prefix, 1 if it does, 2 if it also lets other sources bring the delta.
-    same: per candidate, whether all trees hold the same of it. alike: whether all that was compared
-    is equal. measured: the first rank's figures, 0 or more.
+    polls, capable: MIN per request of the window; capable is 0 if its prefill takes no prefix, 1 if
+    it does, 2 if it also lets other sources bring the delta. same: per candidate, whether all trees
+    hold the same of it. alike: whether they hold the same of all requests compared. measured: the
+    first rank's figures, 0 or more.
     """
 
-    low: list[int]
-    high: list[int]
     polls: list[int]
     capable: list[int]
     same: list[bool]
     alike: bool
-    measured: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether the ranks are in the same state; if not, all of them skip the step."""
-        return self.low == self.high
-
-
-def agree(
-    group: dist.ProcessGroup,
-    shared: Sequence[int],
-    held: Sequence[tuple[int, int]],
-    polls: Sequence[int],
-    capable: Sequence[int],
-    measured: Sequence[int] = (),
-    digest: int = 0,
-) -> Agreement:
-    """Reduce over ``group``.
-
-    shared: figures that must be equal. held: two per candidate, at most `CANDIDATES`. digest: of
-    the same two for more requests. polls, capable: per request of the window, at most `WINDOW`.
-    measured: by the first rank, 0 or more. All ranks pass as many figures, shared and measured.
-    """
-    state = [*shared, *(figure for two in held for figure in two)]
-    state += [*[0] * (len(shared) + 2 * CANDIDATES - len(state)), digest]
-    pad = [0] * (WINDOW - len(polls))
-    # Negative, so that MIN takes the first rank's.
-    from_first = [-x for x in measured] if dist.get_rank(group) == 0 else [0] * len(measured)
-    mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
-    reduced = torch.tensor(mine, dtype=torch.int64)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
-    agreed, num, width = reduced.tolist(), len(shared), len(state)
-    low, high = agreed[:width], [-figure for figure in agreed[width : 2 * width]]
-    of_polls, of_capable = agreed[2 * width :], agreed[2 * width + WINDOW :]
-    same = [low[i : i + 2] == high[i : i + 2] for i in range(num, num + 2 * len(held), 2)]
-    return Agreement(
-        low=low[:num],
-        high=high[:num],
-        polls=of_polls[: len(polls)],
-        capable=of_capable[: len(polls)],
-        same=same,
-        alike=all(same) and low[-1] == high[-1],
-        measured=[-figure for figure in of_capable[WINDOW:]],
-    )
+    measured: list[int]
 
 
 def are_alike(group: dist.ProcessGroup, figures: Sequence[int]) -> bool:
@@ -136,18 +89,52 @@ class Ranks:
             self._rooms = window, zlib.crc32(",".join(map(str, rooms())).encode())
         return self._rooms[1]
 
-    def agree(self, *figures: Any) -> Agreement | None:
-        """As `agree`; None to skip the step, on all ranks alike.
+    def agree(
+        self,
+        shared: Sequence[int],
+        held: Sequence[tuple[int, int]],
+        polls: Sequence[int],
+        capable: Sequence[int],
+        measured: Sequence[int] = (),
+        digest: int = 0,
+    ) -> Agreement | None:
+        """Reduce over all ranks; None to skip the step, on all ranks alike: their states differ.
 
-        Ends all ranks after `DISAGREEMENTS` steps, in the same one: they will not recover.
+        shared: figures that must be equal. held: two per candidate, at most `CANDIDATES`. digest:
+        of the same two for more requests. polls, capable: per request of the window, at most
+        `WINDOW`. measured: by the first rank, 0 or more. All ranks pass as many figures, shared and
+        measured. Ends all ranks after `DISAGREEMENTS` steps, in the same one: they stay so.
         """
-        told = agree(self.group, *figures)
-        self.disagreements = 0 if told.in_step else self.disagreements + 1
+        state = [*shared, *(figure for two in held for figure in two)]
+        state += [*[0] * (len(shared) + 2 * CANDIDATES - len(state)), digest]
+        pad = [0] * (WINDOW - len(polls))
+        # Negative, so that MIN takes the first rank's.
+        first = dist.get_rank(self.group) == 0
+        from_first = [-x for x in measured] if first else [0] * len(measured)
+        mine = [*state, *(-figure for figure in state), *polls, *pad, *capable, *pad, *from_first]
+        reduced = torch.tensor(mine, dtype=torch.int64)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self.group)
+        agreed, num, width = reduced.tolist(), len(shared), len(state)
+        low, high = agreed[:width], [-figure for figure in agreed[width : 2 * width]]
+        if not self._in_step(low[:num], high[:num]):
+            return None
+        of_polls, of_capable = agreed[2 * width :], agreed[2 * width + WINDOW :]
+        same = [low[i : i + 2] == high[i : i + 2] for i in range(num, num + 2 * len(held), 2)]
+        return Agreement(
+            polls=of_polls[: len(polls)],
+            capable=of_capable[: len(polls)],
+            same=same,
+            alike=all(same) and low[-1] == high[-1],
+            measured=[-figure for figure in of_capable[WINDOW:]],
+        )
+
+    def _in_step(self, low: list[int], high: list[int]) -> bool:
+        self.disagreements = 0 if low == high else self.disagreements + 1
         if self.disagreements == DISAGREEMENTS:
             raise RuntimeError(
                 f"TP ranks have disagreed for {DISAGREEMENTS} steps about what decode "
                 "holds (queue length, rooms, available, available for windows, evictable, "
                 "retracted, order with rows and host memory: "
-                f"lowest {told.low}, highest {told.high})"
+                f"lowest {low}, highest {high})"
             )
-        return told if told.in_step else None
+        return low == high

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
-from sglang.srt.disaggregation.common.wire import DeltaInfo, Reader, room_header
+from sglang.srt.disaggregation.common.wire import DeltaInfo, read_message, room_header
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.mooncake import awaited_rooms, wire
 from sglang.srt.disaggregation.mooncake import conn as engine
@@ -55,12 +55,6 @@ class TransferInfo(DeltaInfo, engine.TransferInfo):
 # For a failure without a reason on this decode rank.
 ELSEWHERE = "failed on another rank of decode"
 
-READER = Reader(
-    peer=lambda frames: Peer.read(frames[1:3]),
-    name=lambda info: info.mooncake_session_id,
-    info=lambda frames: TransferInfo.from_zmq(frames),
-)
-
 
 class MooncakeKVManager(engine.MooncakeKVManager):
     """Mooncake manager that sends deltas, counts bytes and survives bad messages."""
@@ -90,7 +84,7 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         """Handle a message about one room; returns True for the engine's messages."""
         if frames[0] in wire.STAGING_TO_PREFILL:
             return self.takes_engine_staging(frames)
-        message = READER.read(frames)
+        message = read_message(frames, lambda frames: Peer.read(frames[1:3]), TransferInfo.from_zmq)
         if message is None:
             session = engine.KVArgsRegisterInfo.from_zmq(frames).mooncake_session_id
             if not session.rpartition(":")[2].isdecimal():
@@ -127,11 +121,6 @@ class MooncakeKVManager(engine.MooncakeKVManager):
         """Chunks that would be written to the new request's pages, and end it."""
         queued = "chunks of an earlier request of this room are still queued"
         return queued if room in self.queued else None
-
-    def listeners(self, infos: dict[str, TransferInfo]) -> set[Peer]:
-        """The decode ranks to notify; a dummy's notice would count as that of the writing rank."""
-        heard = (info for info in infos.values() if info.names_prefix and not info.is_dummy)
-        return {Peer(info.endpoint, info.dst_port) for info in heard}
 
     def add_transfer_request(
         self,

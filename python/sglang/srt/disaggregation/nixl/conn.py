@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.delta_sender import Phase, names_prefix
 from sglang.srt.disaggregation.common.prefill_inbox import PrefillInbox
-from sglang.srt.disaggregation.common.wire import DeltaInfo, Reader, room_header
+from sglang.srt.disaggregation.common.wire import DeltaInfo, read_message, room_header
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION, count_runs
 from sglang.srt.disaggregation.nixl import conn as engine
@@ -98,7 +98,7 @@ class TransferStatus(engine.TransferStatus):
         elif kind == "fail":
             self.is_failure = True
             self.failed_from.add(agent)
-        elif text is not None and kind in {p.tag.decode() for p in hooks.parts() if p.answer}:
+        elif text is not None and kind in {p.tag.decode() for p in hooks.PARTS if p.answer}:
             self.answers.setdefault(kind.encode(), {})[agent] = text
         else:
             raise ValueError(f"unknown kind {kind!r}")
@@ -127,20 +127,12 @@ class LockedAgent:
         return locked
 
 
-# For the frames after the engine's guard.
-READER = Reader(
-    peer=lambda frames: frames[3].decode("ascii"),
-    name=lambda info: info.agent_name,
-    info=lambda frames: TransferInfo.from_zmq(frames),
-)
-
-
 class NixlKVManager(engine.NixlKVManager):
     """NIXL manager that sends deltas, counts bytes and survives bad messages."""
 
     ends_rooms = True
     rank_word, dummies_answer = "agent", True
-    room_books = (*CommonKVManager.room_books, "transfer_statuses", "unsettled", "cancels")
+    room_books = (*CommonKVManager.room_books, "transfer_statuses", "cancels")
 
     def __init__(self, *args, **kwargs):
         """Adds what writes need, before the engine starts the thread that reads messages."""
@@ -148,8 +140,6 @@ class NixlKVManager(engine.NixlKVManager):
         self.posted: list = []
         # Whether this rank writes the metadata, or only reports that it has none.
         self.writes_metadata = True
-        # Failed senders with writes in flight when the engine released them.
-        self.unsettled: list[NixlKVSender] = []
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
@@ -177,7 +167,9 @@ class NixlKVManager(engine.NixlKVManager):
             raise ValueError(
                 f"it does not start with {engine.GUARD!r}; is something else using this port?"
             )
-        message = READER.read(frames[1:])
+        message = read_message(
+            frames[1:], lambda rest: rest[3].decode("ascii"), TransferInfo.from_zmq
+        )
         if message is None:
             self._add_remote_peer(engine.KVArgsRegisterInfo.from_zmq(frames[1:]))
         else:
@@ -194,10 +186,6 @@ class NixlKVManager(engine.NixlKVManager):
     def can_tell(self, agent: str, names_prefix: bool) -> bool:
         """Whether the agent can be sent notifications; one without the flag ignores ours."""
         return agent in self.decode_kv_args_table
-
-    def listeners(self, infos: dict[str, TransferInfo]) -> set[str]:
-        """The decode ranks to notify of a failure."""
-        return {name for name, info in infos.items() if info.dummy is False}
 
     def add_transfer_request(
         self,
@@ -280,11 +268,6 @@ class NixlKVManager(engine.NixlKVManager):
     def _post(self, handle):
         self.posted.append(handle)
         return handle
-
-    def settle(self) -> None:
-        """Notifies decode of the failed senders whose last write has ended."""
-        super().settle()
-        self.unsettled = [sender for sender in self.unsettled if not sender.settle()]
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Wraps the engine's, which iterates over tables while the scheduler changes them."""
@@ -431,18 +414,11 @@ class NixlKVSender(engine.NixlKVSender):
         self._close()
         return KVPoll.Failed
 
-    def settle(self) -> bool:
-        """Report the failure to decode if no write is in flight; returns whether that is so."""
-        if "PROC" in self._states():
-            return False
-        self._close()
-        return True
-
     def failure_exception(self) -> None:
         """Replaces the engine's: answers decode too, because no rank is polled again."""
         reason = self.take_reason()
-        if not self.settle():
-            self.kv_mgr.unsettled.append(self)
+        if self.poll() != KVPoll.Failed:
+            self.kv_mgr.rooms.given_up.append(self)
         raise RuntimeError(reason)
 
 

@@ -41,7 +41,7 @@ def _patch(module):
         if os.environ.get("LATE_WRITES_FENCE") == "0":
             from sglang.srt.disaggregation.decode_radix import overlap_guard
 
-            overlap_guard.find_in_flight_batch = lambda *args: None
+            overlap_guard.make_guard = lambda *args: overlap_guard.OPEN
         result = run_batch(scheduler, batch, *args)
         if batch.forward_mode.is_decode():
             before = getattr(scheduler, "late_step_before", None)

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.window_radix_cache import WindowSlots
 
 __all__ = ["Scheduler"]
 
-state_kind.register(StateSlots)
-state_kind.register(WindowSlots)
+state_kind.STATE_KINDS.append(StateSlots)
+state_kind.STATE_KINDS.append(WindowSlots)
 
 
 class Scheduler(engine.Scheduler):

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.index_pages import IndexPages
 
 __all__ = ["Scheduler"]
 
-state_kind.register(IndexPages)
+state_kind.STATE_KINDS.append(IndexPages)
 
 
 class Scheduler(engine.Scheduler):

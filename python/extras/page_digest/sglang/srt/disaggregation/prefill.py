@@ -28,6 +28,6 @@ class PrefillBootstrapQueue(engine.PrefillBootstrapQueue):
                     manager.attn_tp_rank,
                     manager.attn_tp_size,
                     self.scheduler.model_config.get_total_num_kv_heads(),
-                    manager.num_layers if self.pp_size > 1 else None,
+                    self.scheduler.model_config.num_hidden_layers if self.pp_size > 1 else None,
                 )
         return manager

@@ -104,7 +104,7 @@ class _Calls:
 
     def submit(self, call: Callable[[], Coroutine]) -> Future:
         # Here, because of a circular import.
-        from sglang.srt.disaggregation.common.handshakes import in_background
+        from sglang.srt.disaggregation.common.prefill_peers import in_background
 
         wrong = None
         with self._lock:

@@ -46,12 +46,12 @@ class LateSchedule(engine.DecodePreallocQueue.schedule_type):  # type: ignore[mi
 
     def window(self, queue: Any) -> Any:
         if (late := self._policy.late) is not None:
-            late.begin_step(self.entry_of(queue[0]) if queue else None)
+            late.begin_step(queue[0].entry if queue else None)
         return super().window(queue)
 
     def _ready(self, queue: Any) -> Any:
         ready, late = super()._ready(queue), self._policy.late
-        return ready if late is None else late.looked_at(ready, self.entry_of)
+        return ready if late is None else late.looked_at(ready)
 
     def _order(self, window: Any) -> Any:
         order, late = super()._order(window), self._policy.late

@@ -178,11 +178,9 @@ class LateLines:
         in_time, late = ([entry for entry in entries if self.is_second(entry) is which] for which in (False, True))
         return in_time, late
 
-    def looked_at(
-        self, ready: list[DecodeRequest], entry_of: Callable[[DecodeRequest], QueueEntry]
-    ) -> list[DecodeRequest]:
+    def looked_at(self, ready: list[DecodeRequest]) -> list[DecodeRequest]:
         """Requests in time first."""
-        first_in_time = bisect_left(ready, self._target.late_before, key=lambda dr: entry_of(dr).arrival)
+        first_in_time = bisect_left(ready, self._target.late_before, key=lambda dr: dr.entry.arrival)
         return [*ready[first_in_time:], *ready[:first_in_time]]
 
     def mix(self, order: list[int], entries: Sequence[QueueEntry]) -> list[int]:
@@ -234,5 +232,5 @@ class TtftHooks(DecodeHooks):
 
     def state(self) -> dict[str, Any]:
         queue = self._queue.scheduler.disagg_decode_prealloc_queue.queue
-        late = [self.target.is_late(dr.entry.arrival) for dr in queue if dr.entry is not None]
+        late = [self.target.is_late(dr.entry.arrival) for dr in queue]
         return {"ttft": self.target.state(sum(late))}

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common.prefill_peers import listen_for
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver"]
 
 # Capability of a prefill that sends the delta's index pages; earlier releases send all.
 INDEX_PAGES = "index_pages"
-listen_for(INDEX_PAGES)
 
 
 class CommonKVManager(engine.CommonKVManager):

@@ -10,9 +10,8 @@ from typing import Any
 
 from sglang.srt import server_args
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common.bootstrap_routes import add_to_registration
+from sglang.srt.disaggregation.common.bootstrap_routes import ADDED_BY_RANKS
 from sglang.srt.disaggregation.common.device_names import own_device
-from sglang.srt.disaggregation.common.prefill_peers import listen_for
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +20,7 @@ __all__ = ["CommonKVBootstrapServer", "CommonKVManager"]
 # Capabilities of a prefill: it cancels requests whose prompts decode computes; devices of its ranks. In a rank's
 # registration: its device.
 DROPS, DEVICES, RANK_DEVICE = "drops", "devices", "device"
-listen_for(DROPS)
-listen_for(DEVICES)
-add_to_registration(RANK_DEVICE, own_device)
+ADDED_BY_RANKS[RANK_DEVICE] = own_device
 
 
 class CommonKVManager(engine.CommonKVManager):

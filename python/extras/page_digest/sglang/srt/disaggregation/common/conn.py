@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.page_digest import DIGESTS, PageDigests, sends_digests
 
@@ -46,9 +45,7 @@ def _answer(sender: Any, kv_indices: npt.NDArray[np.int32], first_page: int, is_
     return digests.claim(sender.digests) if is_last else None
 
 
-hooks.add_part(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
-for name in DIGESTS:
-    prefill_peers.listen_for(name)
+hooks.PARTS.append(hooks.MessagePart(DIGEST, 1, _write, lambda frames: True, answer=_answer))
 
 
 class CommonKVManager(engine.CommonKVManager):

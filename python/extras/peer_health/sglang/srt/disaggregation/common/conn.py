@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.common.peer_watch import (
     fail_lost_prefills,
     forget_heartbeats,
 )
-from sglang.srt.disaggregation.common.prefill_peers import listen_for
 from sglang.srt.disaggregation.common.pulse import Pulse
 from sglang.srt.disaggregation.common.waiting_rooms import QUEUED, WaitingRooms
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -31,7 +30,6 @@ __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "Co
 
 # Capability of a prefill that takes reports of requests that wait on decode.
 HEARS_OF_WAITING = "queued"
-listen_for(HEARS_OF_WAITING)
 
 
 class CommonKVManager(engine.CommonKVManager):

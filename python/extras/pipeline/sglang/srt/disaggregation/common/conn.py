@@ -5,6 +5,8 @@ Upstream: sgl-project/sglang#28229 (open).
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.layer_pointers import pointers_of_stage
 
@@ -13,6 +15,11 @@ __all__ = ["CommonKVBootstrapServer", "CommonKVManager"]
 
 class CommonKVManager(engine.CommonKVManager):
     """Finds the addresses of a stage's layers on decode."""
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.server_args.get_model_config().num_hidden_layers
 
     def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]):
         """Fixes the engine's for a pipeline stage whose number of layers does not divide the model's.

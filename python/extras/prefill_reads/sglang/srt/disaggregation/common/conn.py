@@ -12,15 +12,13 @@ import numpy.typing as npt
 from sglang.srt import server_args
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as engine
-from sglang.srt.disaggregation.common import prefill_peers
 from sglang.srt.disaggregation.common.delta_sender import Phase
 from sglang.srt.disaggregation.decode_radix import hooks
 from sglang.srt.disaggregation.offers import OFFER, READS, read_offer, write_offer, wrong_offer
 
 __all__ = ["CommonKVBootstrapServer", "CommonKVManager", "CommonKVReceiver", "CommonKVSender"]
 
-hooks.add_part(hooks.MessagePart(OFFER, 3, write_offer, read_offer, dummies=False))
-prefill_peers.listen_for(READS)
+hooks.PARTS.append(hooks.MessagePart(OFFER, 3, write_offer, read_offer, dummies=False))
 
 
 class CommonKVManager(engine.CommonKVManager):

@@ -11,11 +11,11 @@ from typing import Any
 from sglang.srt import server_args
 from sglang.srt.disaggregation.common import conn as engine
 from sglang.srt.disaggregation.common.drafts import check_drafts, describe_draft
-from sglang.srt.disaggregation.common.prefill_peers import check_with
+from sglang.srt.disaggregation.common.prefill_peers import CHECKS
 
 __all__ = ["CommonKVBootstrapServer"]
 
-check_with(check_drafts)
+CHECKS.append(check_drafts)
 
 
 class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):

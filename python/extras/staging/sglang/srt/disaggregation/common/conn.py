@@ -19,6 +19,6 @@ class CommonKVBootstrapServer(engine.CommonKVBootstrapServer):
 
     async def _capabilities(self) -> dict[str, Any]:
         answer = await super()._capabilities()
-        # Staging layouts do not support pipeline stages. Ascend's server is a Mooncake server too.
-        pieces = self.asks_for_pieces and self.decode_prefix_version and self.pp_size == 1
+        # Staging layouts do not support pipeline stages.
+        pieces = self.asks_for_pieces and self.pp_size == 1
         return {"version": answer["version"], "pieces": int(pieces), **answer}

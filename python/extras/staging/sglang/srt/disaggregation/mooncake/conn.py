@@ -10,7 +10,6 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.prefill_peers import listen_for
 from sglang.srt.disaggregation.mooncake import conn as engine
 from sglang.srt.disaggregation.mooncake.staging import SendsPieces, TakesPieces
 
@@ -24,7 +23,6 @@ __all__ = [
 
 # Capability of a prefill that asks for each piece of staging memory.
 PIECES = "pieces"
-listen_for(PIECES)
 
 
 @dataclasses.dataclass
