@@ -11,6 +11,8 @@ from decode_world import World
 from instrumented import Meter, counts
 from ranks import assert_same
 
+from sglang_pd_radix.patching import loader
+
 # To start processes that import the engine takes long on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 Steps = list[dict[str, dict[str, int]]]
@@ -22,6 +24,10 @@ CHANGING = ["ends", "turnover", "turnover without a row", "together", "one token
 TOGETHER = 24
 # Calls of one function of ours in a step. What waits is 32 for memory, 64 for rows and 256 behind one transfer.
 CALLS = 8
+
+
+def needs(extra: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(extra not in loader.extras(), reason=f"the extra {extra} brings that")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,7 @@ def test_an_admission_is_no_more_than_the_engines(counted, state):
         # All are committed in one step, and all end in another.
         ("together", "walks", "", TOGETHER),
         # To free is to wait for the device. 16 answers end in one step.
-        ("one token", "waits", "unique", 1),
+        pytest.param("one token", "waits", "unique", 1, marks=needs("engine_fixes")),
     ],
 )
 def test_no_step_does_more_than_it_must(counted, state, kind, part, most):
@@ -104,7 +110,9 @@ def test_no_step_does_more_than_it_must(counted, state, kind, part, most):
     assert max(seen(steps, kind, part=part)) <= most, f"{seen(steps, kind, part=part)}, {told(steps, kind)}"
 
 
-@pytest.mark.parametrize("kind", ["waits", "copies", "launches", "walks", "calls"])
+@pytest.mark.parametrize(
+    "kind", ["waits", "copies", "launches", "walks", pytest.param("calls", marks=needs("prefix_order"))]
+)
 def test_a_turn_takes_no_more_behind_hundreds_on_its_path(counted, kind):
     """But for what the engine calls for each node of a path that it locks."""
     locked = "_update_leaf_status"
