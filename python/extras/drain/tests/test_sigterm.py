@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -160,53 +159,6 @@ def test_work_is_work_under_other_names(monkeypatch):
     assert all(f'"{variable}"' in "".join(p.read_text() for p in folder.rglob("*.py")) for variable in drain.WORK_NAMED)
 
 
-def test_questions_are_no_work():
-    assert not drain.brings_work({"path": "/v1/models", "method": "GET"})
-    assert not drain.brings_work({"path": "/v1/responses/x/cancel", "method": "POST"})
-    assert drain.brings_work({"path": "/generate/", "method": "POST"})
-
-
-def through(door: drain.Door, scope: dict, *bodies: bytes) -> list[dict]:
-    """What a door sends for a request whose body comes in these parts."""
-    parts = [{"type": "http.request", "body": b, "more_body": i + 1 < len(bodies)} for i, b in enumerate(bodies)]
-    sent: list[dict] = []
-
-    async def receive() -> dict:
-        return parts.pop(0) if parts else {"type": "http.disconnect"}
-
-    async def send(message: dict) -> None:
-        sent.append(message)
-
-    asyncio.run(door(scope, receive, send))
-    return sent
-
-
-async def inside(scope, receive, send) -> None:
-    await send({"type": "inside"})
-
-
-POST = {"type": "http", "method": "POST", "path": "/generate"}
-
-
-def test_a_refused_request_gets_a_status_at_once():
-    heard: list[bytes] = []
-    start, body = through(drain.Door(inside, heard.append), POST, b'{"a"', b": 1}")
-    assert start["status"] == 503 and (b"connection", b"close") in start["headers"]
-    assert json.loads(body["body"])["error"]["message"] == drain.REASON
-    assert heard == [b'{"a": 1}']
-
-
-def test_an_error_while_the_peer_is_told_is_not_the_clients():
-    def fails(body: bytes) -> None:
-        raise RuntimeError("no way there")
-
-    assert through(drain.Door(inside, fails), POST, b"{}")[0]["status"] == 503
-
-
-def test_a_client_that_goes_is_told_nothing():
-    assert through(drain.Door(inside, pytest.fail), POST) == []
-
-
 @pytest.mark.parametrize("admin_key", [None, "the admin's"])
 @pytest.mark.parametrize("given, status", [(None, 401), ("another", 401), ("the admin's", 401), ("the key", 503)])
 def test_a_stranger_is_refused_as_ever_and_nobody_is_told(given, status, admin_key):
@@ -251,15 +203,6 @@ def test_prefill_refuses_what_decode_would_ask_for_of_samples(params):
     assert told == [7, *(sample_room(7, i) for i in range(3))]
     # Prefill knows nothing of these before decode has spoken.
     assert rooms({"bootstrap_room": 7} | params, samples=False) == [([7], None, None)]
-
-
-def test_a_small_body_does_not_name_millions():
-    began = time.thread_time()
-    many = rooms({"bootstrap_room": list(range(1, 10_001)), "n": 4096}, samples=True)
-    assert sum(len(told) for told, _, _ in many) == drain.MOST_ROOMS + 1 and time.thread_time() - began < 1
-    # All of one request's.
-    most = rooms({"bootstrap_room": 7, "n": 4096}, samples=True)
-    assert sum(len(told) for told, _, _ in most) == 4097
 
 
 @pytest.mark.parametrize(
@@ -519,23 +462,3 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for_where_the_engine_wou
     began = time.monotonic()
     assert asyncio.run(left()) == "the scheduler does not answer"
     assert time.monotonic() - began < 30 and len(asked) == 1
-
-
-def test_a_scheduler_that_takes_its_time_is_asked_once_and_believed(monkeypatch):
-    """Longer than a slice: its answers are the worker's quiet all the same."""
-    monkeypatch.setattr(drain, "LOOK_S", 0.05)
-    asked = []
-
-    async def slow() -> list[dict]:
-        asked.append(time.monotonic())
-        await asyncio.sleep(0.3)
-        return [{"kv_pool": {"idle": True}}]
-
-    manager: Any = SimpleNamespace(rid_to_state={}, server_status=SimpleNamespace(name="Up"), get_internal_state=slow)
-    server: Any = SimpleNamespace(server_state=SimpleNamespace(connections=[]))
-
-    async def left() -> str:
-        return await drain.Drain(server, None, 60).wait_empty(manager, time.monotonic() + 60)
-
-    assert asyncio.run(left()) == ""
-    assert all(later - earlier >= 0.3 for earlier, later in itertools.pairwise(asked))
