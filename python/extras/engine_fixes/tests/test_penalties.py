@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from overlapped_loop import VOCABULARY, Loop, LoopEnds
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.sampling import penaltylib
-from sglang.srt.sampling.penalized_tokens import tell_earlier
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 SHARED = [20 + i for i in range(8)]
 
@@ -110,36 +105,3 @@ def test_a_prompt_that_ends_with_an_image_ends_nobody(flag):
     loop._forward = super(Penalized, loop)._forward  # type: ignore[method-assign]
     loop.play({1: ([*SHARED, 3], 4)}, 1)
     assert len(loop.told[0].output_ids) == 4
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("answer", [[7], [7, 7, 8], [9, 7, 9, 9, 8]])
-def test_every_penalty_learns_of_an_answer_so_far_what_it_would_have_been_told(overlap, answer):
-    """Beside a request that has no answer yet; min_new_tokens is a penalty too."""
-    params = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5, "min_new_tokens": 4}
-    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
-    reqs = [Req(rid, "", [5, 6], SamplingParams(**params)) for rid in "ab"]
-    for req in reqs:
-        req.tokenizer = tokenizer
-    batch = ScheduleBatch(reqs=reqs, device="cpu", enable_overlap=overlap)
-    kinds = {
-        penaltylib.BatchedFrequencyPenalizer,
-        penaltylib.BatchedPresencePenalizer,
-        penaltylib.BatchedRepetitionPenalizer,
-        penaltylib.BatchedMinNewTokensPenalizer,
-    }
-    told, again = (penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds) for _ in range(2))
-    # The last of the second is of an image.
-    reqs[1].origin_input_ids = [5, 1_000_006]
-    steps = [6, *answer] if overlap else answer
-    # The step that comes next tells one.
-    for token in steps[: len(answer) - 1]:
-        told.cumulate_output_tokens(torch.tensor([0, token]))
-    reqs[1].output_ids, batch.sampling_info = answer, SimpleNamespace(penalizer_orchestrator=again)
-    tell_earlier(batch, 1)
-    for kind in kinds:
-        for name, tensor in vars(told.penalizers[kind]).items():
-            if isinstance(tensor, torch.Tensor):
-                assert torch.equal(tensor[1], vars(again.penalizers[kind])[name][1]), name
-    assert not again.penalizers[penaltylib.BatchedFrequencyPenalizer].cumulated_frequency_penalties[0].any()
-    assert again.penalizers[penaltylib.BatchedMinNewTokensPenalizer].len_output_tokens[0] == 0
