@@ -102,29 +102,3 @@ def test_evicting_what_is_waited_for_looks_at_few_leaves(queued):
     world.tree.evict_shortfall(4 * 16)
     assert asked <= 4 * 4
     world.check()
-
-
-def test_leaves_that_are_spared_again_and_again_leave_no_trail():
-    world = World(size=256, page_size=4, max_reqs=16)
-    prompts = [tokens(n, 16) for n in range(1, 9)]
-    fill(world, *prompts)
-    world.tree.watermark = 256
-    for _ in range(200):
-        waiting = [world.arrive(prompt + tokens(30, 4)) for prompt in prompts]
-        for decode_req in waiting:
-            world.queue.schedule.entry_of(decode_req)
-        world.tree.evict_to_watermark()
-        for decode_req in waiting:
-            world.queue.queue.remove(decode_req)
-            world.queue.policy.leave(decode_req.entry)
-    assert world.tree.evictable_size() == 8 * 16
-    assert len(world.tree.victims._spared_heap) < 100 and len(world.tree.victims._heap) < 100
-
-
-def test_the_audit_finds_a_leaf_that_is_not_listed():
-    world = World(size=128, page_size=4)
-    fill(world, tokens(1, 16))
-    (leaf,) = world.tree.evictable_leaves
-    assert world.tree.audit([]) == []
-    world.tree.victims.drop(leaf)
-    assert world.tree.audit([]) == ["1 evictable leaves are not listed for eviction"]

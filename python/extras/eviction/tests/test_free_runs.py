@@ -48,26 +48,6 @@ def slots_of(pages: list[int], page_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_long_runs_for_the_delta_short_ones_for_decode_steps(page_size: int) -> None:
-    allocator = make(page_size, 20)
-    allocator.long_runs_last = True
-    taken = allocator.alloc(20 * page_size)
-    assert allocator.alloc_long_runs(page_size) is None
-    for pages in ([15, 14, 13, 12], [2], [5, 6], [9]):
-        allocator.free(slots_of(pages, page_size))
-    assert allocator.alloc_long_runs(3 * page_size).tolist() == slots_of([13, 14, 15], page_size).tolist()
-    assert allocator.alloc(page_size).tolist() == slots_of([2], page_size).tolist()
-    # What is freed meanwhile waits until the list is used up, as with the engine.
-    allocator.free(slots_of([16, 17, 18], page_size))
-    assert allocator.alloc_long_runs(page_size).tolist() == slots_of([12], page_size).tolist()
-    assert allocator.available_size() == 6 * page_size
-    assert allocator.alloc_long_runs(5 * page_size).tolist() == slots_of([5, 6, 16, 17, 18], page_size).tolist()
-    assert allocator.alloc_long_runs(2 * page_size) is None
-    assert allocator.alloc_long_runs(page_size).tolist() == slots_of([9], page_size).tolist()
-    assert allocator.available_size() == 0 and len(taken) == 20 * page_size
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
 def test_without_the_tree_the_order_is_the_engines(page_size: int) -> None:
     allocator = make(page_size, 10)
     allocator.alloc(10 * page_size)
