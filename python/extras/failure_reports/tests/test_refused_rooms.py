@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
-import pytest
-from sglang.srt.disaggregation.base import KVPoll
+from mooncake_world import World as MooncakeWorld
+from nixl_world import BAD
 from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers.scheduler import Scheduler
-from test_mooncake_wire import World as MooncakeWorld
 from test_mori_sender import mori  # noqa: F401
-from test_nixl_wire import BAD, World, until
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch)
 
 
 def prefill_scheduler(world) -> Scheduler:
@@ -31,43 +23,13 @@ def prefill_scheduler(world) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize("asked_before", [True, False])
-def test_decode_hears_of_a_request_that_only_prefill_refuses(world, asked_before):
-    refuse = partial(prefill_scheduler(world).handle_refused_request, RefusedReq(BAD, "too long", by_decode=False))
-    request = world.request(BAD).start_decode()
-    if asked_before:
-        request.ask()
-        until(lambda: BAD in world.prefill[0].manager.transfer_infos, "the message is read")
-        refuse()
-    else:
-        refuse()
-        request.ask()
-    request.wait_receivers(KVPoll.Failed)
-    with pytest.raises(Exception, match="too long"):
-        request.receivers[0].failure_exception()
-    world.assert_healthy()
-
-
-def test_prefill_does_not_wait_for_a_request_that_decode_refuses(world):
-    scheduler = prefill_scheduler(world)
-    request = world.request(BAD).start_prefill()
+def test_prefill_does_not_wait_for_a_request_that_decode_refuses(wire):
+    scheduler = prefill_scheduler(wire)
+    request = wire.request(BAD).start_prefill()
     scheduler.handle_refused_request(RefusedReq(BAD, "too long", by_decode=True))
     request.assert_fails("too long", decode_too=False)
     assert scheduler.refused_rooms.reason(BAD) == "too long"
-    world.assert_healthy()
-
-
-def test_a_copy_that_is_refused_ends_no_room_that_is_being_written(world):
-    first = world.request(7).bootstrap()
-    (prefill,) = world.prefill
-    world.wire.held = True
-    first.send()
-    prefill.manager.refuse_room(7, "its grammar")
-    assert not prefill.told("7_fail") and not prefill.manager.rooms.ended.get(7)
-    for transfer in world.wire.transfers:
-        transfer.finish()
-    first.wait_senders(KVPoll.Success)
-    first.wait_receivers(KVPoll.Success)
+    wire.assert_healthy()
 
 
 def test_mori_which_keeps_no_books_of_rooms_tells_nobody(monkeypatch, mori):  # noqa: F811
