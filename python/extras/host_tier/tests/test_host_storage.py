@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import aborted
 from ranks import assert_same
 from sglang.srt.mem_cache.host_tier import storage_threads
 from sglang.srt.mem_cache.host_tier.storage_backends import PagesInFiles, PageStorage
@@ -61,17 +60,6 @@ def test_what_another_worker_has_generated_comes_from_there(any_world):
     assert two.tier.report()["storage"]["fetched"] == 32
 
 
-def test_only_what_is_missing_in_host_memory_is_fetched(any_world):
-    one, two = any_world(), any_world()
-    one.serve(tokens(1, 40))
-    assert two.serve(tokens(1, 20)) == two.tier.report()["storage"]["fetched"] == 20
-    decode_req = two.admit(tokens(1, 40))
-    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host, decode_req.req.from_storage) == (20, 20, 20)
-    assert two.tier.report()["storage"]["fetched"] == 40
-    two.check()
-    assert two.tier.host.peek(tokens(1, 40), None).length == 40
-
-
 def test_what_is_stored_is_not_written_again(any_world):
     one, two = any_world(), any_world()
     one.serve(tokens(1, 24))
@@ -105,18 +93,6 @@ def test_a_short_prompt_is_not_asked_for(world):
     one.forget()
     # It has too little of this one.
     assert one.serve(tokens(1, 24) + tokens(9, 20)) == 0
-
-
-def test_a_prompt_longer_than_host_memory_takes_what_goes_in(world):
-    one, two = world(host=512, size=512), world(host=64, size=512)
-    prompt = tokens(1, 200)
-    one.serve(prompt)
-    decode_req = two.admit(prompt)
-    # Half of host memory may be read into at once.
-    assert decode_req.req.from_storage == 32
-    two.complete(decode_req)
-    two.step()
-    two.check()
 
 
 # ---- a storage that fails ----
@@ -355,28 +331,6 @@ def test_two_may_write_the_same_page_at_once(tmp_path, kind):
 # ---- what is written ----
 
 
-def test_what_leaves_host_memory_while_it_waits_is_not_written(any_world):
-    one = any_world(host=32)
-    gate = Gate(one.files, "set")
-    for start in (1, 50, 100):
-        decode_req = one.admit(tokens(start, 12), max_new=1)
-        one.complete(decode_req)
-        one.step()
-        while decode_req.req in one.running:
-            one.decode()
-        one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
-    gate.open.set()
-    one.settle()
-    state = one.tier.report()["storage"]
-    # Of the first, what was read before it left.
-    assert len(one.inside.names()) * PAGE == state["written"] < 36 and state["dropped"] > 0
-    for prompt in (tokens(start, 12) for start in (1, 50, 100)):
-        one.forget()
-        # Its KV is right, as `check` finds.
-        one.serve(prompt)
-    one.check()
-
-
 def test_a_page_that_is_given_away_while_it_is_read_is_not_written(any_world):
     one = any_world()
     read, pages = one.threads.pages.read, one.threads.pages
@@ -395,77 +349,7 @@ def test_a_page_that_is_given_away_while_it_is_read_is_not_written(any_world):
     assert one.tier.report()["storage"]["written"] == 28
 
 
-def test_a_page_that_found_no_room_is_written_later(any_world):
-    """It is saved in three parts, of which the third is written: nobody reads it before the second is there."""
-    one, two = any_world(), any_world()
-    prompt = tokens(1, 24)
-    names, put = names_of(prompt), one.files.set
-    # Room for all but the first page of the second part.
-    one.files.set = lambda key, page: key != names[2] and put(key, page)
-    one.serve_in_one(prompt)
-    assert one.inside.names() == sorted([*names[:2], *names[4:]]) and not one.threads.writing.pausing
-    state = one.tier.report()["storage"]
-    assert (state["written"], state["dropped"], state["failed"]) == (16, 8, 0)
-    assert two.serve(prompt) == 8
-    one.files.set = put
-    one.serve(prompt + tokens(9, 4))
-    two.forget()
-    assert two.serve(prompt + tokens(9, 4)) == 28
-
-
-def test_more_than_may_wait_is_dropped(any_world):
-    one = any_world(host=64)
-    gate = Gate(one.files, "set")
-    for start in (1, 50):
-        one.complete(decode_req := one.admit(tokens(start, 16), max_new=1))
-        one.step()
-        while decode_req.req in one.running:
-            one.decode()
-        one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
-    assert one.storage.writes.waiting == 16 and one.tier.report()["storage"]["dropped"] == 8 + 16
-    gate.open.set()
-    one.settle()
-    assert one.tier.report()["storage"]["written"] == 16
-
-
 # ---- ends ----
-
-
-def test_a_request_that_leaves_while_it_is_fetched_for(any_world):
-    one, two = any_world(), any_world()
-    prompt = tokens(1, 24)
-    one.serve(prompt)
-    gate = Gate(two.files, "get")
-    decode_req = two.arrive(prompt)
-    two.until(lambda: gate.calls)
-    assert two.storage.fetches.loading_tokens == 24
-    decode_req.kv_receiver.abort()
-    two.until(lambda: not two.queue.queue)
-    assert aborted(decode_req.req) and not two.storage.busy and two.storage.fetches.loading_tokens == 0
-    two.check()
-    gate.open.set()
-    assert two.serve(prompt) == 24
-
-
-def test_a_flush_while_it_is_written_and_fetched(any_world):
-    one = any_world()
-    gate = Gate(one.files, "set")
-    prompt = tokens(1, 24)
-    one.complete(decode_req := one.admit(prompt, max_new=1))
-    one.step()
-    while decode_req.req in one.running:
-        one.decode()
-    one.until(lambda: one.tier.memory.wait() or not one.tier.saves.busy)
-    one.until(lambda: gate.calls)
-    assert one.storage.writes.waiting == 24
-    one.forget()
-    gate.open.set()
-    one.settle()
-    # What is in those pages now is not what was to be written: only what had been read by then is.
-    assert len(one.inside.names()) == 1 and one.tier.report()["storage"]["dropped"] == 20
-    assert one.serve(prompt) == PAGE
-    one.forget()
-    assert one.serve(prompt) == 24
 
 
 def test_new_weights_do_not_read_what_the_old_have_written(any_world):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import World, aborted, queue
+from decode_world import World, queue
 from host_world import HostSizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -186,26 +186,6 @@ def test_a_conversation_that_comes_back_is_copied_and_prefill_sends_what_is_new(
     assert one.tier.host.protected_size() == 0
 
 
-def test_only_what_the_tree_lacks_is_copied():
-    one = world()
-    saved(one, tokens(1, 24))
-    one.tree.evict_shortfall(8)
-    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
-    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host) == (16, 8)
-    assert decode_req.load.start == 16 and one.tier.loaded_tokens == 8
-
-
-def test_all_of_a_prompt_can_come_from_host_memory():
-    one = world()
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24))
-    assert (decode_req.kv_receiver.prefix_len, decode_req.kv_receiver.page_indices) == (24, [])
-    one.complete(decode_req)
-    assert decode_req.req in one.step()
-    one.check()
-
-
 def test_prompts_of_another_extra_key_are_not_the_same():
     one = world()
     saved(one, tokens(1, 24), extra_key="a")
@@ -214,73 +194,7 @@ def test_prompts_of_another_extra_key_are_not_the_same():
     assert admit(one, tokens(1, 24), extra_key="a").kv_receiver.prefix_len == 24
 
 
-def test_a_prefill_that_takes_no_prefix_sends_all():
-    one = world()
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24), peer_takes_prefix=False)
-    assert decode_req.kv_receiver.prefix_len == 0 and one.tier.loaded_tokens == 0
-
-
-def test_a_commit_waits_for_the_copy():
-    one = world(late=True)
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
-    one.complete(decode_req)
-    for _ in range(3):
-        assert one.step() == [] and one.transfer.queue == [decode_req]
-        one.check()
-    one.tier.memory.end(1)
-    assert one.step() == [decode_req.req]
-    one.check()
-
-
-def test_pages_of_a_request_that_has_failed_are_given_back_when_its_copy_has_ended():
-    one = world(late=True)
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
-    decode_req.kv_receiver.abort()
-    one.step()
-    assert aborted(decode_req.req) and one.transfer.quarantine and one.tier.host.protected_size() == 24
-    one.check()
-    decode_req.kv_receiver.quiet = True
-    one.step()
-    # It has been waited for, or it would write to what is another's.
-    assert decode_req.load is None and not one.tier.memory.begun and not one.transfer.quarantine
-    assert one.tier.host.protected_size() == 0
-    one.check()
-
-
-def test_a_flush_forgets_both_and_waits_for_copies():
-    one = world(late=True)
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
-    decode_req.kv_receiver.abort()
-    one.step()
-    assert one.transfer.quarantine == [decode_req] and one.tier.memory.begun
-    assert one.flush()
-    assert not one.tier.memory.begun and one.tier.host.pool.available_size() == one.tier.host.pool_size
-    one.check()
-    decode_req.kv_receiver.quiet = True
-    one.step()
-    one.check()
-    assert one.tier.faults() == []
-    assert admit(one, tokens(1, 24)).kv_receiver.prefix_len == 0
-
-
 # ---- what is saved ----
-
-
-def test_only_what_is_used_again_is_saved_where_that_is_asked_for():
-    one = world(hits=HITS["write_through_selective"])
-    first = tokens(1, 24)
-    saved(one, first)
-    assert one.tier.saves.saved_tokens == 0
-    saved(one, first + tokens(9, 4))
-    assert one.tier.saves.saved_tokens == 24 and one.tier.host.peek(first + tokens(9, 4), None).length == 24
 
 
 def test_what_is_on_the_host_is_not_saved_again():
@@ -303,40 +217,6 @@ def test_a_node_that_holds_too_much_of_the_pool_is_saved_in_parts():
     assert [part for part in parts if part] == [16, 16, 16, 16] and one.tier.saves.saved_tokens == 64
 
 
-def test_what_is_above_is_saved_first():
-    one = world(late=True, size=128)
-    first, second = tokens(1, 16), tokens(9, 16)
-    serve_to_end(one, first)
-    serve_to_end(one, first + second)
-    assert len(one.tier.saves.under_way) == 1 and len(one.tier.saves.to_come) == 1
-    for _ in range(6):
-        one.tier.memory.wait()
-        one.step()
-        one.check()
-    assert one.tier.host.peek(first + second, None).length == 32 and one.tier.saves.saved_tokens == 32
-
-
-def test_host_memory_that_others_hold_is_not_taken():
-    one = world(host=24)
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    held = admit(one, tokens(1, 24))
-    assert held.load is not None and one.tier.host.protected_size() == 24
-    other = serve(one, tokens(50, 12))
-    for _ in range(4):
-        one.step()
-        one.check()
-    assert one.tier.report()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
-    # When it is met again, there may be room.
-    one.complete(held)
-    one.step()
-    one.finish(other.req)
-    for _ in range(6):
-        one.step()
-    one.check()
-    assert one.tier.host.peek(tokens(50, 12), None).length == 12
-
-
 def test_two_that_do_not_fit_together_do_not_take_it_from_each_other_for_ever():
     one = world(host=16)
     for start in (1, 50):
@@ -344,16 +224,6 @@ def test_two_that_do_not_fit_together_do_not_take_it_from_each_other_for_ever():
     for _ in range(20):
         one.step()
     assert not one.tier.saves.busy and one.tier.report()["dropped"] > 0
-    one.check()
-
-
-def test_the_least_recently_used_makes_room():
-    one = world(host=32)
-    for start in (1, 50, 100):
-        saved(one, tokens(start, 16))
-        leave_pool(one)
-    held = [one.tier.host.peek(tokens(start, 16), None).length for start in (1, 50, 100)]
-    assert held == [0, 16, 16]
     one.check()
 
 
@@ -397,24 +267,6 @@ def settle(one: World) -> None:
         one.step()
 
 
-def test_of_a_node_that_left_while_a_part_of_it_was_saved_nothing_more_is():
-    """A step that lacks memory lets go of it; its slots are others' when the next part would be copied."""
-    one = world(late=True, size=128, host=512)
-    prompt = tokens(1, 64)
-    serve_to_end(one, prompt)
-    one.step()
-    (saving,) = one.tier.saves.under_way
-    assert one.tier.saves.to_come
-    assert one.tier.saves.release_device() == 1
-    leave_pool(one)
-    other = admit(one, tokens(200, 120))
-    one.complete(other)
-    settle(one)
-    # `World.check` reads what is in them.
-    assert one.tier.host.peek(prompt, None).length == len(saving.slots) == 16
-    one.check()
-
-
 @pytest.mark.parametrize("under_way", [False, True])
 def test_the_head_of_a_leaf_that_left_before_it_was_saved_is_saved(under_way):
     """An eviction takes what it needs off a leaf: what it leaves was to be saved with it."""
@@ -445,29 +297,6 @@ def insert(one: World, prompt: list[int]) -> None:
     one.tree.insert(InsertParams(key=RadixKey(prompt), value=slots))
 
 
-def test_a_save_looks_at_what_is_new_of_its_conversation(monkeypatch):
-    """A turn cost the scheduler as much as the whole conversation, and each part of a long prompt as much as all."""
-    one = world(size=256, host=512)
-    prompt = tokens(1, 192)
-    looked_at: list[int] = []
-    descend = one.tier.host.reader.descend
-
-    def counted(node, length, token_ids, extra_key):
-        looked_at.append(len(token_ids) - length)
-        return descend(node, length, token_ids, extra_key)
-
-    monkeypatch.setattr(one.tier.host.reader, "descend", counted)
-    for length in range(160, 192, 8):
-        insert(one, prompt[:length])
-        settle(one)
-        looked_at.clear()
-    insert(one, prompt)
-    settle(one)
-    # What host memory has of it, and where it then ends.
-    assert sum(looked_at) == 16 and one.tier.saves.saved_tokens == 192
-    assert one.tier.host.peek(prompt, None).length == 192
-
-
 def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
     one = world(size=256, host=512)
     prompt = tokens(1, 64)
@@ -482,28 +311,6 @@ def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
     insert(one, prompt + tokens(9, 4))
     settle(one)
     assert one.tier.host.peek(prompt + tokens(9, 4), None).length == 68 and one.tier.faults() == []
-
-
-def test_all_of_a_path_that_was_not_saved_is_when_it_is_used_again(monkeypatch):
-    one = world(late=True, size=128, host=512)
-    prompt = tokens(1, 16)
-    # As much as may be held for saving: the others wait, and are split meanwhile.
-    serve_to_end(one, tokens(500, 32))
-    one.step()
-    serve_to_end(one, prompt)
-    serve_to_end(one, prompt[:8] + tokens(50, 4))
-    # The rest of what holds it, and of these the head, which is split off meanwhile.
-    assert len(one.tier.saves.to_come) == 4
-    monkeypatch.setattr(one.tier.host.pool, "alloc", lambda need: None)
-    settle(one)
-    assert one.tier.host.peek(prompt, None).length == 0 and not one.tier.saves.busy
-    assert one.tier.saves.dropped_tokens >= 20
-    monkeypatch.undo()
-    # What both have, alone.
-    serve_to_end(one, prompt[:8])
-    settle(one)
-    assert one.tier.host.peek(prompt, None).length == 8
-    one.check()
 
 
 # ---- several ranks ----

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.host_tier import storage_threads
-from storage_world import PAGE, StorageWorld, making, names_of
+from storage_world import PAGE, making, names_of
 from test_traps import tokens
 
 
@@ -81,45 +81,6 @@ def test_nothing_is_read_behind_a_gap_at_the_start(any_world, gone, brought, que
     two.check()
     held = [two.tier.host.peek(other, None).length for other in wanted]
     assert len(asked) == questions and (held == [32, 32]) == (gone == 0)
-
-
-def fetched_together(two: StorageWorld, prompts: list[list[int]]) -> list[int]:
-    """How much of each prompt comes from the storage where all are to be fetched from one step on."""
-    two.storage.stopped = False
-    two.tree.evict_shortfall(two.tree.evictable_size())
-    waiting = [two.arrive(prompt, max_new=1) for prompt in prompts]
-    for decode_req in waiting:
-        two.handshake(decode_req)
-    two.until(lambda: all(fetch.found is not None for fetch in two.storage.fetches.open), step=False)
-    two.until(lambda: not any(decode_req in two.queue.queue for decode_req in waiting))
-    two.check()
-    return [decode_req.req.from_storage for decode_req in waiting]
-
-
-def test_a_fetch_does_not_count_on_what_another_of_its_step_has_locked(world):
-    one = world(host=512, size=512)
-    first, second, other = tokens(1, 48), tokens(100, 40), tokens(200, 8)
-    one.serve(first, max_new=1)
-    one.serve(second, max_new=1)
-    # 40 of the first and 8 of another's; 24 are free.
-    two = world(host=72, size=512)
-    two.storage.stopped = True
-    two.serve(first[:40], max_new=1)
-    two.serve(other, max_new=1)
-    # 16 free, and 8 of the other's.
-    assert fetched_together(two, [first, second]) == [8, 24]
-
-
-def test_fetches_of_one_step_share_what_they_lock(world):
-    """Locked once, it leaves as much room for both."""
-    one = world(host=512, size=512)
-    prompts = [tokens(1, 40) + tokens(start, 8) for start in (100, 200)]
-    for prompt in prompts:
-        one.serve(prompt, max_new=1)
-    two = world(host=64, size=512)
-    two.storage.stopped = True
-    two.serve(prompts[0][:40], max_new=1)
-    assert fetched_together(two, prompts) == [8, 8]
 
 
 def test_a_look_up_does_not_wait_for_reads(world):

@@ -92,15 +92,6 @@ def test_kv_comes_to_another_worker_as_it_was(kind, pools, dtype, tmp_path):
         assert torch.equal(got, wanted)
 
 
-def test_pages_of_another_make_have_another_length_or_name():
-    """What is not told apart by its type in memory (fp8 is bytes) is by the options, in the name of the folder."""
-    kinds = [HostPages([host_pool(pool, OPTIONS, PAGE)], PAGE) for dtype in TYPES for pool in (mha(dtype), mla(dtype))]
-    made_of = [repr(pages.made_of()) for pages in kinds]
-    # Two kinds of pools, and three widths.
-    assert len(set(made_of)) == 6
-    assert made_of[4:6] == made_of[6:8]
-
-
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("make", [mha, mla])
 def test_every_layout_of_host_memory(make, layout):

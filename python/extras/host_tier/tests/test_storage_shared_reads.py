@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -108,65 +107,6 @@ def test_a_prompt_that_many_ask_for_is_read_once(world):
     end(two, asking)
 
 
-def test_of_prompts_that_begin_alike_each_reads_its_own_rest(world):
-    one, two = world(), world()
-    shared = tokens(1, 24)
-    prompts = [shared + tokens(start, 8) for start in (100, 200, 300)]
-    for prompt in prompts:
-        one.serve(prompt)
-    reads = Reads(two)
-    asking = arrive(two, *prompts)
-    assert fetched(two, asking) == [32] * 3
-    assert len(reads.keys) == 6 + 3 * 2 and len(set(reads.keys)) == len(reads.keys)
-    end(two, asking)
-
-
-def test_who_waits_no_longer_goes_on_without(world):
-    one, two = world(), world()
-    prompt = tokens(1, 24)
-    one.serve(prompt)
-    reads = Reads(two, at_once=3)
-    first, second = by_reader(two, *arrive(two, prompt, prompt))
-    two.until(lambda: len(reads.keys) == 4)
-    (late,) = (fetch for fetch in two.storage.fetches.open if fetch.follows)
-    late.deadline = 0.0
-    assert fetched(two, [second]) == [0] and not two.storage.is_done(first.req.rid)
-    assert two.storage.state()["late"] == 1 and not two.threads.reading.pausing
-    reads.open.set()
-    assert fetched(two, [first]) == [24] and len(reads.keys) == 6
-    end(two, [first, second])
-
-
-@pytest.mark.parametrize("at_once", [0, 3])
-def test_whose_reader_goes_away_reads_itself(world, at_once):
-    one, two = world(), world()
-    prompt = tokens(1, 24)
-    one.serve(prompt)
-    reads = Reads(two, at_once=at_once)
-    first, second, third = by_reader(two, *arrive(two, prompt, prompt, prompt))
-    two.until(lambda: len(reads.keys) == at_once + 1)
-    first.kv_receiver.abort()
-    two.until(lambda: first not in two.queue.queue)
-    reads.open.set()
-    assert fetched(two, [second, third]) == [24] * 2
-    assert len(reads.keys) == at_once + 1 + 6
-    end(two, [second, third])
-
-
-def test_who_waited_for_what_the_storage_lacks_goes_on(world):
-    one, two = world(), world()
-    prompt = tokens(1, 24)
-    one.serve(prompt)
-    name = page_names(prompt, PAGE, first_hash(None))[3].hex()
-    (one.files.path / f"{name}.bin").unlink()
-    reads = Reads(two, at_once=0)
-    asking = by_reader(two, *arrive(two, *[prompt] * 3))
-    reads.open.set()
-    # Each asks for the page once: somebody may have written it since.
-    assert fetched(two, asking) == [12] * 3 and reads.keys.count(name) <= 3
-    end(two, asking)
-
-
 def test_other_prompts_are_not_held_up(world):
     """Nor by many that wait for one that hangs."""
     one, two = world(), world()
@@ -253,46 +193,6 @@ def happens(one: StorageWorld, asking: list[Any], name: str, i: int) -> None:
 # ---- ranks ----
 
 
-def on_ranks(rank: int, folder: str, case: str) -> list[Any]:
-    """Three requests at once, of one prompt and of its beginning; one rank's reads are slow, fail or lack a page."""
-    one = StorageWorld(f"{folder}/{rank}", host=512, size=512, group=dist.group.WORLD)
-    prompt = tokens(1, 24)
-    told: list[Any] = [together(one, [prompt])]
-    one.forget()
-    get, names = one.files.get, [name.hex() for name in page_names(prompt, PAGE, first_hash(None))]
-    if rank == 1 and case == "slow":
-        one.files.get = lambda *args: time.sleep(0.05) or get(*args)
-    elif rank == 1 and case == "a page is missing":
-        (one.files.path / f"{names[4]}.bin").unlink()
-    told.append(together(one, [prompt, prompt, prompt[:12]]))
-    one.check()
-    told += [one.tier.figures(), one.storage.fetches.loading_tokens, one.queue.ranks.disagreements]
-    one.close()
-    return told
-
-
-def together(one: StorageWorld, prompts: list[list[int]]) -> list[int]:
-    """Requests in steps that both ranks take, as many on each."""
-    asking = arrive(one, *prompts)
-    one.until_on_all(lambda: not one.storage.busy)
-    held = fetched(one, asking)
-    for decode_req in asking:
-        one.handshake(decode_req)
-    # And what they leave is saved.
-    one.until_on_all(lambda: not serve_some(one) and not one.tier.saves.busy)
-    one.settle_alone()
-    return held
-
-
-@pytest.mark.parametrize(
-    ("case", "hits"),
-    [("the same", [24, 24, 12]), ("slow", [24, 24, 12]), ("a page is missing", [16, 16, 12])],
-)
-def test_ranks_read_for_each_other_alike(pair, tmp_path, case, hits):
-    told = assert_same(pair.run(on_ranks, str(tmp_path), case))
-    assert told[:2] == [[0], hits] and told[-2:] == [0, 0]
-
-
 def by_page(scenario: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """A scenario of a rank whose reads are ended page by page."""
 
@@ -311,32 +211,6 @@ def by_hand(folder: str, host: int) -> StorageWorld:
     limits = PATIENT._replace(base_s=1e9)
     sizes: dict[str, Any] = {"host": host, "size": 512, "group": dist.group.WORLD}
     return StorageWorld(folder, limits=limits, threads=ByHand, writes=False, **sizes)
-
-
-@by_page
-def late_on_one(rank: int, folder: str) -> list[Any]:
-    """The first of two requests waits no longer, on one rank, when the ranks have read differently much for it."""
-    one = by_hand(folder, 256)
-    first, second = arrive(one, A, A)
-    one.threads.run(9)
-    one.step()
-    one.step()
-    for _ in range(2 if rank else 5):
-        one.threads.run(1)
-    if rank:
-        one.storage.fetches.open[0].deadline = 0.0
-    told: list[Any] = [[fetch.come for fetch in one.storage.fetches.open]]
-    one.step()
-    done = [one.storage.is_done(decode_req.req.rid) for decode_req in (first, second)]
-    return [done, first.entry.host_watch.length, one.storage.fetches.loading_tokens, told]
-
-
-def test_of_what_ranks_have_read_the_least_counts(pair, world, tmp_path):
-    world().serve(A)
-    told = pair.run(late_on_one, str(tmp_path))
-    # The other reads the rest.
-    assert [one[:3] for one in told] == [[[True, False], 2 * PAGE, len(A) - 2 * PAGE]] * 2
-    assert [one[3] for one in told] == [[[5, 0]], [[2, 0]]]
 
 
 @by_page
