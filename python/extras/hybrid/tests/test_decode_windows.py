@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from decode_world import World, queue
+from decode_world import World
 from engine_classes import args_of, engine_class
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.decode_radix import retraction
-from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req
@@ -21,14 +18,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
-from sglang.srt.mem_cache.decode_windows import Windows, WindowsKept
-from sglang.srt.mem_cache.prefix_reader import NOTHING
-from sglang.srt.mem_cache.state_kind import Need
+from sglang.srt.mem_cache.decode_windows import Windows
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from test_decode_budget import Use, budget
 from test_traps import PAGE, serve, serve_to_end, tokens
 
 from sglang_pd_radix.patching import loader
@@ -57,34 +51,6 @@ def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
         start = max(first, rule.start(position - 1))
         assert -(-(position + 1) // page) * page - start <= rule.most
         assert position < length + min(left, 8) or need.soon <= need.at_length
-
-
-def test_each_pool_has_its_budget():
-    window = Windows(12, 4).need(40, 20, reserved=4)
-    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
-    assert plan.needed == Memory(44, window.soon)
-    # What others give back when they are retracted is at hand for both.
-    assert budget(Memory(100, 100), beside=WindowsKept()).needs(plan) == Memory(60, window.at_length)
-    others = budget(Memory(100, 100), [Use(100, 0, 100)], beside=WindowsKept(retractable=100))
-    assert others.needs(plan) == Memory(44, window.soon)
-    for short in (Memory(44, window.soon - 1), Memory(43, window.soon)):
-        assert not short.covers(plan.needed)
-        others.free = short
-        assert not others.covers(plan, Memory(0))
-
-
-def test_windows_are_kept_figure_by_figure():
-    """30 at its end, of which a retraction of those that run brings 10; and what is kept for those that come back."""
-    kept, need = WindowsKept(resumes=5, retractable=10), Need(8, 12, 30)
-    assert kept.with_need(need) == 30 - 10 + 5
-    assert kept.with_need(Need(8, 25, 30)) == 25 + 5
-    assert kept.plus(need) == WindowsKept(growth=12 - 8, lacks=30 - 8, resumes=5, retractable=10)
-
-
-# ---- what is shared, and what is asked for ----
-
-
-# ---- retraction ----
 
 
 # ---- the window pool ----
@@ -262,64 +228,6 @@ def test_an_overlapped_step_beyond_the_last_token_has_its_window():
     loop.check_answers()
 
 
-# ---- what a step of admission costs ----
-
-
-def kept_by_asking_all(world: World, admitted: list[Req]) -> int:
-    """What must be left of windows, with every live request asked anew."""
-    rule, reserved, live = world.tree.windows.rule, world.queue.num_reserved_decode_tokens, world.queue.live()
-
-    def need(req: Req, num_tokens: int) -> Need:
-        at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
-        return rule.need(num_tokens, max(0, at_length - num_tokens), reserved)
-
-    running = {id(req) for req in live.running}
-    needs = {id(req): need(req, req.kv_allocated_len) for req in (*live.running, *admitted, *live.coming)}
-    retractable = sum(rule.held(req.kv_allocated_len) for req in live.running)
-    growth = sum(one.soon - one.now for one in needs.values())
-    lacks = max((one.at_length - (0 if key in running else one.now) for key, one in needs.items()), default=0)
-    return max(growth, lacks - retractable) + sum(need(req, req.seqlen - 1).soon for req in live.retracted)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 5)), min_size=5, max_size=40))
-def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
-    world = world_of(size=192, pool=80, reserved=6, max_reqs=32)
-    admitted: list[Req] = []
-    admission, covers = world.queue.admission, Budget.covers
-    admit_one = admission.admit_one
-    admission.admit_one = lambda dr, *more: admitted.append(dr.req) or admit_one(dr, *more)
-
-    def checked(budget: Budget, plan: AdmissionPlan, promised: Memory) -> bool:
-        assert budget.beside.tokens == kept_by_asking_all(world, admitted)
-        return covers(budget, plan, promised)
-
-    fits = retraction._fits
-
-    def asked(plan: AdmissionPlan, free: Memory, *more: Any) -> bool:
-        assert free == world.queue.accounts.free(world.queue.live().running)
-        return fits(plan, free, *more)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Budget, "covers", checked)
-        patched.setattr(retraction, "_fits", asked)
-        for n, (what, prefix, own) in enumerate(steps):
-            if what <= 2:
-                prompts = [tokens(prefix + 1, 8 * prefix) + tokens(20 + 2 * n + i, 1 + 5 * own) for i in range(2)]
-                queue(world, *prompts, max_new=1 + 4 * own)
-            elif what == 3 and world.transfer.queue:
-                world.complete(world.transfer.queue[own % len(world.transfer.queue)])
-            elif what == 4 and world.running:
-                world.finish(world.running[own % len(world.running)])
-            elif what == 5 and world.running:
-                world.retract(world.running[own % len(world.running)])
-            else:
-                world.decode()
-            admitted.clear()
-            world.step()
-            world.check()
-
-
 # ---- failures ----
 
 
@@ -342,24 +250,6 @@ def test_the_window_of_a_failed_transfer_stays_in_quarantine_through_a_flush():
     world.step()
     world.check()
     assert world.tree.windows.available_size() == 96 and world.tree.pool.available_size() == 256
-
-
-def test_the_audit_finds_what_is_wrong():
-    world = world_of()
-    req = serve(world, tokens(1, 30)).req
-    windows, held = world.tree.windows, [world.window_slots(req)]
-    assert windows.audit(held) == []
-    mapping, pool = world.allocator.full_to_swa_index_mapping, windows.pool
-    saved = mapping.clone()
-    mapping[held[0][0]] = 0
-    assert any("lack their window" in line for line in windows.audit(held))
-    mapping.copy_(saved)
-    assert any("no request" in line for line in windows.audit([held[0][PAGE:]]))
-    mapping[held[0][1]] += 1
-    assert any("another place" in line for line in windows.audit(held))
-    mapping.copy_(saved)
-    pool.free_pages = pool.free_pages[1:]
-    assert any("are free" in line for line in windows.audit(held))
 
 
 # ---- both workers' schedulers ----
