@@ -11,6 +11,7 @@ from engine_classes import args_of, engine_class
 from hypothesis import given
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Memory
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req
@@ -18,11 +19,14 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.mem_cache import swa_radix_cache
 from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
-from sglang.srt.mem_cache.decode_windows import Windows
+from sglang.srt.mem_cache.decode_windows import Windows, WindowsKept
+from sglang.srt.mem_cache.prefix_reader import NOTHING
+from sglang.srt.mem_cache.state_kind import Need
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from test_decode_budget import Use, budget
 from test_traps import PAGE, serve, serve_to_end, tokens
 
 from sglang_pd_radix.patching import loader
@@ -51,6 +55,28 @@ def test_no_request_ever_takes_more_than_is_said(size, page, length, left):
         start = max(first, rule.start(position - 1))
         assert -(-(position + 1) // page) * page - start <= rule.most
         assert position < length + min(left, 8) or need.soon <= need.at_length
+
+
+def test_each_pool_has_its_budget():
+    window = Windows(12, 4).need(40, 20, reserved=4)
+    plan = AdmissionPlan(NOTHING, 40, 44, 60, window)
+    assert plan.needed == Memory(44, window.soon)
+    # What others give back when they are retracted is at hand for both.
+    assert budget(Memory(100, 100), beside=WindowsKept()).needs(plan) == Memory(60, window.at_length)
+    others = budget(Memory(100, 100), [Use(100, 0, 100)], beside=WindowsKept(retractable=100))
+    assert others.needs(plan) == Memory(44, window.soon)
+    for short in (Memory(44, window.soon - 1), Memory(43, window.soon)):
+        assert not short.covers(plan.needed)
+        others.free = short
+        assert not others.covers(plan, Memory(0))
+
+
+def test_windows_are_kept_figure_by_figure():
+    """30 at its end, of which a retraction of those that run brings 10; and what is kept for those that come back."""
+    kept, need = WindowsKept(resumes=5, retractable=10), Need(8, 12, 30)
+    assert kept.with_need(need) == 30 - 10 + 5
+    assert kept.with_need(Need(8, 25, 30)) == 25 + 5
+    assert kept.plus(need) == WindowsKept(growth=12 - 8, lacks=30 - 8, resumes=5, retractable=10)
 
 
 # ---- the window pool ----

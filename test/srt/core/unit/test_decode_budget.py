@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.decode_radix.budget import (
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek
+from sglang.srt.mem_cache.state_kind import Kept, Need
 from test_traps import serve, tokens
 
 
@@ -46,8 +47,58 @@ def brings(made: Budget) -> tuple[int, int]:
     return retractable, made.running.lacks(retractable)
 
 
+def test_what_a_request_holds_it_need_not_be_given():
+    """Its prompt is locked by another as well, so a retraction would not bring it; and it has it."""
+    running = [Use(held=404, shared=400, at_length=704)]
+    # 4 of its own, and the rest of 704 is still to come, of which a retraction of itself brings nothing.
+    one = budget(Memory(0), running)
+    assert brings(one) == (4, 300)
+    # Two such: what one holds alone the other can have.
+    two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
+    assert brings(two) == (604, 704 - 604)
+
+
 def found(length: int, evictable: int) -> PrefixPeek:
     return PrefixPeek(length, evictable, [], 0)
+
+
+class FiveKept(Kept):
+    """Of a pool beside KV five are kept, and one more for each admission."""
+
+    def __init__(self, kept: int = 5):
+        self.kept = kept
+
+    def plus(self, need: Need) -> Kept:
+        return FiveKept(self.kept + 1)
+
+    def with_need(self, need: Need) -> int:
+        return need.soon + self.kept
+
+
+def shared_budget() -> Budget:
+    """Two that decode: 40 and 10 tokens of their own, and 60 of the first in the tree, which nobody else holds."""
+    made = budget(Memory(1000, 100), [Use(100, 60, 260), Use(10, 0, 20)], in_tree=60, ahead=6, retracted=7)
+    made.beside = FiveKept()
+    assert brings(made) == (110, 150)
+    return made
+
+
+def test_what_an_admission_needs_figure_by_figure():
+    made = shared_budget()
+    # Of what it finds, 8 are held by the one that decodes: with them locked, a retraction brings 8 less.
+    plan = AdmissionPlan(found(48, 40), 20, 24, 120, Need(8, 12, 30))
+    assert made.needs(plan) == Memory(20 + 40 + (150 + 8) + 7, 12 + 5)
+    # Never more than the neediest lacks in all, whatever is locked.
+    assert made.needs(plan._replace(found=found(48, 20))).kv == 20 + 20 + 160 + 7
+    # Nothing is locked that was not free.
+    assert made.needs(plan._replace(found=found(40, 40))).kv == 20 + 40 + 150 + 7
+    # Its own end is far: on its way it cannot be retracted, and may have what a retraction of the others brings.
+    assert made.needs(plan._replace(at_length=320)).kv == 20 + 40 + (300 - (110 - 8)) + 7
+    # The next steps of all.
+    assert made.needs(plan._replace(soon=200)).kv == 20 + 40 + (200 - 20 + 6) + 7
+    made.free = made.needs(plan).plus(Memory(3, 2))
+    assert made.covers(plan, Memory(3, 2))
+    assert not made.covers(plan, Memory(4, 2)) and not made.covers(plan, Memory(3, 3))
 
 
 USES = st.builds(

@@ -33,6 +33,17 @@ def test_that_decode_gives_a_room_up_hides_no_reason_for_it(given_up: str) -> No
     assert rooms.refused.get(2) == "its states do not fit" and len(rooms.given_up) == 1
 
 
+def test_nothing_is_kept_of_a_refusal_that_nobody_will_read() -> None:
+    """A room that has failed has no sender to come; one that ended well may be used again."""
+    rooms = Rooms()
+    rooms.end(1, "aborted")
+    rooms.refuse(1, "too late")
+    assert not rooms.refused
+    rooms.end(2)
+    rooms.refuse(2, "bad")
+    assert rooms.refused.get(2) == "bad"
+
+
 @given(st.lists(st.tuples(st.sampled_from(["end", "fail", "refuse", "begin"]), st.integers(0, 9))))
 def test_the_books_stay_small_and_agree(steps: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,7 @@ def test_a_message_without_a_prefix_is_the_engines_and_one_with_it_only_appends(
         (1, 0, []),
     ],
 )
-def test_decode_gets_the_delta_and_nothing_else(wire, prompt_len: int, prefix_len: int | None, chunks: list):
+def test_decode_gets_the_delta_and_nothing_else(wire, backend, prompt_len, prefix_len, chunks):
     (counters,) = wire.count()
     request = wire.request(1, prompt_len, prefix_len).bootstrap().send(*chunks)
     request.finish()
@@ -57,6 +57,10 @@ def test_decode_gets_the_delta_and_nothing_else(wire, prompt_len: int, prefix_le
     page = sum(wire.prefill[0].manager.kv_args.kv_item_lens)
     assert counters.sent_bytes == (request.num_pages - request.first_page) * page
     assert counters.saved_bytes == request.first_page * page
+    if backend == "mooncake":
+        buffers, library = len(wire.prefill[0].kv), wire.prefill[0].library
+        # One more for the metadata.
+        assert (library.written, library.descriptors) == (counters.sent_bytes + 64, counters.runs * buffers + 1)
 
 
 @pytest.mark.parametrize("prefix_len", [None, 8])
@@ -205,7 +209,11 @@ def test_nobody_hears_of_an_end_before_nothing_is_written_any_more(wire, how) ->
     assert sender.poll() == KVPoll.WaitingForInput
     assert receiver.poll() == (KVPoll.WaitingForInput if how == "aborted" else KVPoll.Failed)
     assert not receiver.writers_done()
+    # One that goes on is asked again.
+    wire.settle()
     wire.let_go()
+    if how == "given up":
+        wait_quiet(request)
     request.wait_senders(KVPoll.Failed)
     reasons(request.senders)
     if how == "aborted":
