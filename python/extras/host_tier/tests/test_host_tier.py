@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from decode_world import World, queue
+from decode_world import World, aborted, queue
 from host_world import HostSizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,23 +17,15 @@ from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix import tp_agreement
 from sglang.srt.disaggregation.local_policy import Policy
-from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.cache_support import FLAG
-from sglang.srt.mem_cache.host_tier.support import STORAGES
 from sglang.srt.mem_cache.host_tier.tier import HITS
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.tier import NO_TIER
-from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
 from test_life_of_a_request import Life
 from test_overlap_guard import Play, scripts
 from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
 from test_traps import serve, serve_to_end, tokens
-
-from sglang_pd_radix.tools.make_model import make_model
 
 PAGE = 4
 
@@ -194,6 +185,67 @@ def test_prompts_of_another_extra_key_are_not_the_same():
     assert admit(one, tokens(1, 24), extra_key="a").kv_receiver.prefix_len == 24
 
 
+def test_only_what_the_tree_lacks_is_copied():
+    one = world()
+    saved(one, tokens(1, 24))
+    one.tree.evict_shortfall(8)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host) == (16, 8)
+    assert decode_req.load.start == 16 and one.tier.loaded_tokens == 8
+    one.complete(decode_req)
+    assert decode_req.req in one.step()
+    one.check()
+
+
+def test_a_commit_waits_for_the_copy():
+    one = world(late=True)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    one.complete(decode_req)
+    for _ in range(3):
+        assert one.step() == [] and one.transfer.queue == [decode_req]
+        one.check()
+    one.tier.memory.end(1)
+    assert one.step() == [decode_req.req]
+    one.check()
+
+
+def test_pages_of_a_request_that_has_failed_are_given_back_when_its_copy_has_ended():
+    one = world(late=True)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    decode_req.kv_receiver.abort()
+    one.step()
+    assert aborted(decode_req.req) and one.transfer.quarantine and one.tier.host.protected_size() == 24
+    one.check()
+    decode_req.kv_receiver.quiet = True
+    one.step()
+    # It has been waited for, or it would write to what is another's.
+    assert decode_req.load is None and not one.tier.memory.begun and not one.transfer.quarantine
+    assert one.tier.host.protected_size() == 0
+    one.check()
+
+
+def test_a_flush_forgets_both_and_waits_for_copies():
+    one = world(late=True)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    decode_req.kv_receiver.abort()
+    one.step()
+    assert one.transfer.quarantine == [decode_req] and one.tier.memory.begun
+    assert one.flush()
+    assert not one.tier.memory.begun and one.tier.host.pool.available_size() == one.tier.host.pool_size
+    one.check()
+    decode_req.kv_receiver.quiet = True
+    one.step()
+    one.check()
+    assert one.tier.faults() == []
+    assert admit(one, tokens(1, 24)).kv_receiver.prefix_len == 0
+
+
 # ---- what is saved ----
 
 
@@ -311,6 +363,45 @@ def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
     insert(one, prompt + tokens(9, 4))
     settle(one)
     assert one.tier.host.peek(prompt + tokens(9, 4), None).length == 68 and one.tier.faults() == []
+
+
+def test_host_memory_that_others_hold_is_not_taken():
+    one = world(host=24)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    held = admit(one, tokens(1, 24))
+    assert held.load is not None and one.tier.host.protected_size() == 24
+    other = serve(one, tokens(50, 12))
+    for _ in range(4):
+        one.step()
+        one.check()
+    assert one.tier.report()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
+    # When it is met again, there may be room.
+    one.complete(held)
+    one.step()
+    one.finish(other.req)
+    for _ in range(6):
+        one.step()
+    one.check()
+    assert one.tier.host.peek(tokens(50, 12), None).length == 12
+
+
+def test_of_a_node_that_left_while_a_part_of_it_was_saved_nothing_more_is():
+    """A step that lacks memory lets go of it; its slots are others' when the next part would be copied."""
+    one = world(late=True, size=128, host=512)
+    prompt = tokens(1, 64)
+    serve_to_end(one, prompt)
+    one.step()
+    (saving,) = one.tier.saves.under_way
+    assert one.tier.saves.to_come
+    assert one.tier.saves.release_device() == 1
+    leave_pool(one)
+    other = admit(one, tokens(200, 120))
+    one.complete(other)
+    settle(one)
+    # `World.check` reads what is in them.
+    assert one.tier.host.peek(prompt, None).length == len(saving.slots) == 16
+    one.check()
 
 
 # ---- several ranks ----
@@ -498,73 +589,3 @@ def test_invariants_hold_in_every_life_with_drafts(overlap, page_size):
         assert loop.tier.faults() == []
 
     play()
-
-
-# ---- options ----
-
-
-def options(**given: Any) -> Any:
-    args = SimpleNamespace(
-        disaggregation_decode_local_prefill="off",
-        **dict.fromkeys(
-            (
-                "disable_radix_cache",
-                "enable_hisparse",
-                "disaggregation_decode_enable_offload_kvcache",
-                "enable_lmcache",
-                "enable_streaming_session",
-                "enable_lora_overlap_loading",
-                "enable_return_routed_experts",
-                "speculative_algorithm",
-                "model_path",
-                "speculative_draft_model_path",
-                "hicache_storage_backend",
-            ),
-            None,
-        ),
-        hicache_write_policy="write_through",
-        enable_hierarchical_cache=True,
-        pp_size=1,
-        attn_cp_size=1,
-        dllm_algorithm=None,
-        disaggregation_transfer_backend="nixl",
-    )
-    vars(args).update(given)
-    return args
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "says"),
-    [
-        (
-            cache_support.DECODE,
-            {"hicache_storage_backend": "hf3fs"},
-            r"--hicache-storage-backend hf3fs \(file, mooncake are",
-        ),
-        (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        *(
-            (kind, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm")
-            for kind in cache_support.kinds_with("linear attention")
-        ),
-    ],
-)
-def test_what_is_not_verified_with_it_is_refused(kind, given, says):
-    cache_support.check(kind, options())
-    for name in STORAGES:
-        cache_support.check(kind, options(hicache_storage_backend=name))
-    with pytest.raises(ValueError, match=says):
-        cache_support.check(kind, options(**given))
-
-
-def test_without_it_a_tree_has_none():
-    one = World(size=64, page_size=PAGE)
-    assert not isinstance(one.tree, HostTierRadixCache) and one.tree.tier is NO_TIER
-    serve_to_end(one, tokens(1, 24))
-    assert len(one.queue.memory.figures()) == 4
-
-
-def test_host_memory_that_is_no_larger_than_the_pool_is_refused(tmp_path):
-    model = ["--model-path", str(make_model(tmp_path / "m")), "--device", "cpu"]
-    pair = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl", FLAG]
-    with pytest.raises(ValueError, match=f"--hicache-ratio is 1: host memory.*{FLAG}"):
-        prepare_server_args([*model, *pair, "--enable-hierarchical-cache", "--hicache-ratio", "1"])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from decode_world import World
+from decode_world import World, queue
 from engine_classes import args_of, engine_class
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
-from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Memory
+from sglang.srt.disaggregation.decode_radix import retraction
+from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.schedule_batch import Req
@@ -252,6 +254,64 @@ def test_an_overlapped_step_beyond_the_last_token_has_its_window():
     loop.run(between)
     assert made[0].req.to_finish is None and len(made[0].req.output_ids) == 5
     loop.check_answers()
+
+
+# ---- what a step of admission costs ----
+
+
+def kept_by_asking_all(world: World, admitted: list[Req]) -> int:
+    """What must be left of windows, with every live request asked anew."""
+    rule, reserved, live = world.tree.windows.rule, world.queue.num_reserved_decode_tokens, world.queue.live()
+
+    def need(req: Req, num_tokens: int) -> Need:
+        at_length = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        return rule.need(num_tokens, max(0, at_length - num_tokens), reserved)
+
+    running = {id(req) for req in live.running}
+    needs = {id(req): need(req, req.kv_allocated_len) for req in (*live.running, *admitted, *live.coming)}
+    retractable = sum(rule.held(req.kv_allocated_len) for req in live.running)
+    growth = sum(one.soon - one.now for one in needs.values())
+    lacks = max((one.at_length - (0 if key in running else one.now) for key, one in needs.items()), default=0)
+    return max(growth, lacks - retractable) + sum(need(req, req.seqlen - 1).soon for req in live.retracted)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 5)), min_size=5, max_size=40))
+def test_what_is_kept_of_windows_is_kept_up_by_admissions(steps):
+    world = world_of(size=192, pool=80, reserved=6, max_reqs=32)
+    admitted: list[Req] = []
+    admission, covers = world.queue.admission, Budget.covers
+    admit_one = admission.admit_one
+    admission.admit_one = lambda dr, *more: admitted.append(dr.req) or admit_one(dr, *more)
+
+    def checked(budget: Budget, plan: AdmissionPlan, promised: Memory) -> bool:
+        assert budget.beside.tokens == kept_by_asking_all(world, admitted)
+        return covers(budget, plan, promised)
+
+    fits = retraction._fits
+
+    def asked(plan: AdmissionPlan, free: Memory, *more: Any) -> bool:
+        assert free == world.queue.accounts.free(world.queue.live().running)
+        return fits(plan, free, *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Budget, "covers", checked)
+        patched.setattr(retraction, "_fits", asked)
+        for n, (what, prefix, own) in enumerate(steps):
+            if what <= 2:
+                prompts = [tokens(prefix + 1, 8 * prefix) + tokens(20 + 2 * n + i, 1 + 5 * own) for i in range(2)]
+                queue(world, *prompts, max_new=1 + 4 * own)
+            elif what == 3 and world.transfer.queue:
+                world.complete(world.transfer.queue[own % len(world.transfer.queue)])
+            elif what == 4 and world.running:
+                world.finish(world.running[own % len(world.running)])
+            elif what == 5 and world.running:
+                world.retract(world.running[own % len(world.running)])
+            else:
+                world.decode()
+            admitted.clear()
+            world.step()
+            world.check()
 
 
 # ---- failures ----
