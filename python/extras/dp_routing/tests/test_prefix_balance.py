@@ -52,20 +52,6 @@ def test_what_is_held_is_bounded_and_has_all_that_comes_before(prompts, most):
 # ---- the rule ----
 
 
-def test_turns_go_where_their_history_is():
-    chooser, histories = balance(pool=1000 * BLOCK_TOKENS), [prompt(n, 4) for n in range(8)]
-    first = [chooser.choose(history, None, ALL, 0.0) for history in histories]
-    assert sorted(first) == [0] * 4 + [1] * 4
-    for turn in range(3):
-        for rank in range(2):
-            chooser.report(rank, 0, turn + 0.5)
-        for n in random.Random(turn).sample(range(8), 8):
-            histories[n] += prompt((n, turn), 2)
-            # All at once, so that they are each other's load too.
-            assert chooser.choose(histories[n], None, ALL, turn + 1.0) == first[n]
-            chooser.report(first[n], 0, turn + 1.0)
-
-
 @pytest.mark.parametrize(("more", "stays"), [(383, True), (385, False)])
 def test_a_prefix_is_left_when_waiting_costs_more_than_sending_it(more, stays):
     chooser, ids = balance(weight=0.5), prompt("p", 3)

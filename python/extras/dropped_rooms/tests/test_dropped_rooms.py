@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import nixl_world as nixl_wire
 import numpy as np
 import pytest
-import test_nixl_wire as nixl_wire
 from engine_classes import engine_class
 from prefill_loop import CHUNK, PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.dropped_rooms import ComputedReq

@@ -9,7 +9,6 @@ import runpy
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.refused_requests import RefusedRequests
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -40,14 +39,6 @@ def test_stamps_come_through_the_detokenizer(monkeypatch):
     monkeypatch.setattr(req_time_stats, "global_diff_realtime_monotonic", 100.0)
     there = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(scheduled()))))
     assert there.life == {"scheduled": 101.0, "handshake_begun": 102.0, "completed": 103.0}
-
-
-def test_nothing_is_sent_where_nothing_is_remembered(monkeypatch):
-    monkeypatch.delenv(request_life.VARIABLE, raising=False)
-    assert scheduled().__getstate__() == {}
-    monkeypatch.setenv(request_life.VARIABLE, "5")
-    request_life.remembers.cache_clear()
-    assert set(scheduled().__getstate__()) == {"life"}
 
 
 def test_every_stamp_is_the_engines():
@@ -134,18 +125,6 @@ def test_a_request_that_ends_is_remembered(monkeypatch, how, most):
         return
     (one,) = here.ended.find("a", None)
     assert one["finish_reason"] == {"type": "x"} and ("completed" in one["times"]) == (how == "output")
-
-
-def test_whether_stamps_are_sent_is_found_out_once(monkeypatch):
-    """Each message of each request is pickled."""
-    asked = []
-    monkeypatch.setattr(request_life, "remembered", lambda: asked.append(1) or 0)
-    request_life.remembers.cache_clear()
-    times = SchedulerReqTimeStats(disagg_mode=DisaggregationMode.DECODE)
-    for _ in range(5):
-        assert pickle.loads(pickle.dumps(times)).life is None
-    request_life.remembers.cache_clear()
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("variable", "ours"), [("", False), ("100", True)])

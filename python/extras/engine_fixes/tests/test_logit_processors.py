@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections import Counter
 from types import SimpleNamespace
 
 import dill
@@ -26,7 +25,6 @@ from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
-from torch.utils._python_dispatch import TorchDispatchMode
 
 INF = math.inf
 
@@ -333,25 +331,8 @@ def test_a_later_token_that_the_grammar_rejects(length):
     assert grammar() is None
 
 
-class Passes(TorchDispatchMode):
-    """Counts what is done on tensors as large as the logits; ``seen`` is what has been copied to a host."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size, self.seen = size, Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        made = [one for one in (*args, out) if isinstance(one, torch.Tensor) and one.numel() >= self.size]
-        # A column is a view, and on a CPU rows without numbers are written to; what is read at once is waited for.
-        if name == "_local_scalar_dense" or (made and name not in ("select", "index_put_")):
-            self.seen[name] += 1
-        return out
-
-
 def sampled(cls, monkeypatch, logits, greedy=True, grammars=None, bias=None, seed=0, **options):
-    """What a sampler makes of ``logits`` after the masks have been applied: tokens, output and passes."""
+    """What a sampler makes of ``logits`` after the masks have been applied: tokens and output."""
     one = cls.__new__(cls)
     torch.nn.Module.__init__(one)
     off = "use_log_softmax_logprob", "enable_deterministic", "use_ascend_backend", "use_nan_detection"
@@ -363,13 +344,12 @@ def sampled(cls, monkeypatch, logits, greedy=True, grammars=None, bias=None, see
     vars(info).update(options)
     output = SimpleNamespace(next_token_logits=logits.clone())
     torch.manual_seed(seed)
-    with Passes(logits.numel()) as passes:
-        tokens = one.forward(output, info, False, [0] * len(logits), [None] * len(logits), None)
-    return tokens.tolist(), output, passes.seen
+    tokens = one.forward(output, info, False, [0] * len(logits), [None] * len(logits), None)
+    return tokens.tolist(), output
 
 
 def test_on_a_cpu_what_a_model_has_made_no_numbers_of_fails_its_request_alone(monkeypatch):
     logits = torch.tensor([[0.0, 9.0], [torch.nan, torch.nan], [0.0, 1.0]])
-    tokens, output, _ = sampled(sampler.Sampler, monkeypatch, logits, greedy=False)
+    tokens, output = sampled(sampler.Sampler, monkeypatch, logits, greedy=False)
     assert tokens[0] == 1
     assert list(batch_failures.without_token(SimpleNamespace(logits_output=output))) == [1]

@@ -14,9 +14,8 @@ from sglang.srt.disaggregation.refusal import RefusedRooms
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
-from sglang.srt.managers.batch_failures import fail_running
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -127,16 +126,6 @@ def test_a_resumed_request_tells_its_last_token_to_no_grammar_twice(held: int | 
         grammar.accept_token(ord("b"))
 
 
-class Reqs(list):
-    """Requests that say how often somebody has gone through all of them."""
-
-    passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return super().__iter__()
-
-
 @pytest.fixture
 def scheduler(monkeypatch):
     """One whose engine is told of batches and does nothing with them."""
@@ -148,13 +137,6 @@ def scheduler(monkeypatch):
     return made
 
 
-def test_who_runs_is_not_asked_for_parts_that_nobody_has(scheduler):
-    reqs = Reqs(SimpleNamespace() for _ in range(3))
-    reqs.passes = 0
-    scheduler.stream_output_generation(reqs, False)
-    assert scheduler.told == [reqs] and reqs.passes == 0
-
-
 @pytest.mark.parametrize("part", ["return_hidden_states", "return_routed_experts"])
 def test_a_request_with_parts_of_its_own_is_noted_when_it_comes(scheduler, monkeypatch, part):
     scheduler.server_args = SimpleNamespace(enable_custom_logit_processor=False)
@@ -164,25 +146,6 @@ def test_a_request_with_parts_of_its_own_is_noted_when_it_comes(scheduler, monke
     assert not scheduler.has_optional_parts
     scheduler.handle_generate_request(SimpleNamespace(**{**plain, part: True}))
     assert scheduler.has_optional_parts
-
-
-def test_a_step_whose_output_has_parts_of_requests_is_noted(scheduler):
-    batch = SimpleNamespace(reqs=[])
-    scheduler.process_batch_result(batch, SimpleNamespace(logits_output=SimpleNamespace(customized_info=None)))
-    scheduler.process_batch_result(batch, SimpleNamespace())
-    assert not scheduler.has_optional_parts
-    scheduler.process_batch_result(batch, SimpleNamespace(logits_output=SimpleNamespace(customized_info={"a": [1]})))
-    assert scheduler.has_optional_parts
-
-
-def test_a_step_in_which_nothing_fails_goes_through_nobody():
-    reqs = Reqs([Req("a", "", [1], SamplingParams(max_new_tokens=2))])
-    reqs.passes = 0
-    fail_running(reqs, {})
-    assert reqs.passes == 0
-    # Of a padded batch a result has places that are nobody's.
-    fail_running(reqs, {0: "no token", 1: "no token"})
-    assert reqs.passes == 0 and isinstance(reqs[0].to_finish, FINISH_ABORT)
 
 
 # ---- the OpenAI endpoints ----

@@ -6,92 +6,22 @@ import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
+import nixl_world as nixl_wire
 import numpy as np
 import pytest
-import test_nixl_wire as nixl_wire
 import zmq
 from decode_world import aborted
 from overlapped_loop import Loop, LoopEnds
 from prefill_loop import PrefillLoop
-from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
-from sglang.srt.disaggregation.decode_radix import tp_agreement
-from sglang.srt.disaggregation.decode_radix.phase import Phase
-from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import scheduler as schedulers
 from sglang.srt.managers import scheduler_abort_mixin
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 
 READY = KVPoll.WaitingForInput, KVPoll.Transferring
-
-
-@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
-def test_only_the_request_that_is_named_is_aborted(mode, monkeypatch):
-    """The engine aborts those as well whose rids begin with it, which may be other clients'."""
-    aborted: list[str] = []
-    monkeypatch.setattr(tp_agreement, "is_alone", lambda group: True)
-
-    def req(rid: str) -> SimpleNamespace:
-        sender = SimpleNamespace(abort=lambda: aborted.append(rid))
-        to_release = {"mamba_pool_idx": None, "metadata_buffer_index": -1, "kv_cache_cpu": []}
-        to_release |= {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": len(rid)}
-        return SimpleNamespace(
-            rid=rid, finished=bool, to_finish=None, grammar=None, disagg_kv_sender=sender, **to_release
-        )
-
-    def in_queue(rid: str) -> SimpleNamespace:
-        receiver = SimpleNamespace(abort=lambda: aborted.append(rid), peer_takes_prefix=True)
-        return SimpleNamespace(req=req(rid), kv_receiver=receiver, mark_failed=bool, phase=Phase.ASKED)
-
-    scheduler = object.__new__(Scheduler)
-    scheduler.disaggregation_mode, scheduler.tree_cache = mode, object.__new__(DecodeRadixCache)
-    # Both workers have spoken to such that do the same.
-    manager = cast(Any, object.__new__(CommonKVManager))
-    manager.rooms, manager.transfer_infos, manager.prefills = Rooms(), {}, SimpleNamespace(of=lambda addr: capable)
-    manager.rooms.has_met_flag = True
-    capable = Capabilities(DECODE_PREFIX_VERSION)
-    scheduler.longest_rid, scheduler.pp_size, scheduler.pp_rank = 2, 1, 0
-    scheduler.attn_tp_cpu_group = scheduler.attn_cp_cpu_group = None
-    scheduler.enable_hicache_storage = scheduler.enable_hisparse = False
-    scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda message, of: aborted.append(message.rid))
-    scheduler.grammar_manager = GrammarManager.__new__(GrammarManager)
-    grammars = [req("1"), req("1g")]
-    for one in grammars:
-        one.set_finish_with_abort = lambda reason, rid=one.rid: aborted.append(rid)
-    scheduler.grammar_manager.grammar_queue = grammars
-    running, current = [req("1"), req("10")], [req("11"), req("1")]
-    scheduler.running_batch, scheduler.cur_batch = SimpleNamespace(reqs=running), SimpleNamespace(reqs=current)
-    if mode == DisaggregationMode.PREFILL:
-        scheduler.waiting_queue, scheduler.req_to_metadata_buffer_idx_allocator = [req("12")], None
-        scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[req("1"), req("13")], kv_manager=manager)
-        scheduler.disagg_prefill_inflight_queue = [req("14"), req("1")]
-    else:
-        scheduler.waiting_queue = []
-        queue = SimpleNamespace(queue=[in_queue("1"), in_queue("13")], retracted_queue=[req("1"), req("15")])
-        queue.kv_manager, queue.gloo_group = manager, None
-        scheduler.disagg_decode_prealloc_queue = queue
-        extra = pytest.importorskip("sglang.srt.disaggregation.local_prefill")
-        waiting = [extra.LocalReq(SimpleNamespace(req=req(rid)), 0) for rid in ("16", "1")]
-        local = object.__new__(extra.LocalPrefills)
-        local.waiting = waiting
-        transfers = SimpleNamespace(queue=[in_queue("14"), in_queue("1")], local=local)
-        transfers.hooks = SimpleNamespace(source=[lambda: local])
-        scheduler.disagg_decode_transfer_queue = transfers
-        running += [one.req for one in waiting]
-    scheduler.abort_request(AbortReq(rid="1"))
-    assert set(aborted) == {"1"} and len(aborted) == (3 if mode == DisaggregationMode.PREFILL else 4)
-    assert {one.rid for one in [*running, *current] if one.to_finish} == {"1"}
-    assert [one.rid for one in (*grammars, *running[:2], *current)] == ["1", "1g", "1", "10", "11", "1"]
-    aborted.clear()
-    scheduler.waiting_queue = []
-    scheduler.abort_request(AbortReq(abort_all=True))
-    assert {"1g", "13", "14"} <= set(aborted) and all(one.to_finish for one in [*running, *current])
 
 
 @pytest.mark.parametrize("flag, capable, ended", [(False, False, "5 50"), (True, True, "5"), (True, False, "5 50")])

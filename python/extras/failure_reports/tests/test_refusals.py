@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_mooncake_wire as mooncake_wire
-import test_nixl_wire as nixl_wire
 import zmq
 from engine_classes import engine_class
 from prefill_front import listens
@@ -153,23 +151,13 @@ class RefusingPrefill:
         return bool(self.queued[0])
 
 
-@pytest.fixture(params=["nixl", "mooncake"])
-def wire(request):
-    return {"nixl": nixl_wire, "mooncake": mooncake_wire}[request.param]
-
-
-def close(world: Any) -> None:
-    if hasattr(world, "close"):
-        world.close()
-
-
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("asked_before", [True, False])
 def test_a_bare_decode_worker_gets_the_one_token_of_what_prefill_refuses(
-    monkeypatch, wire, asked_before, prefill_tp, decode_tp
+    monkeypatch, make_wire, asked_before, prefill_tp, decode_tp
 ):
     """It waited for 300 s, with a row and pages, for a transfer that the engine's prefill would have made."""
-    world = wire.World(monkeypatch, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    world = make_wire(prefill_tp=prefill_tp, decode_tp=decode_tp)
     prefill = RefusingPrefill(monkeypatch, world.prefill)
     pair = world.request(ROOM, prompt_len=1, prefix_len=None).start_decode()
     if not asked_before:
@@ -194,12 +182,11 @@ def test_a_bare_decode_worker_gets_the_one_token_of_what_prefill_refuses(
         getattr(sender, "clear", lambda: None)()
     # Mooncake's threads have the last word.
     until(lambda: not any(any(rank.manager.rooms_held().values()) for rank in world.prefill), "nothing is held")
-    close(world)
 
 
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_a_decode_worker_with_the_flag_is_told_and_given_nothing(monkeypatch, wire, asked_before):
-    world = wire.World(monkeypatch)
+def test_a_decode_worker_with_the_flag_is_told_and_given_nothing(monkeypatch, make_wire, asked_before):
+    world = make_wire()
     prefill = RefusingPrefill(monkeypatch, world.prefill)
     pair = world.request(ROOM, prompt_len=26, prefix_len=8).start_decode()
     if asked_before:
@@ -211,13 +198,12 @@ def test_a_decode_worker_with_the_flag_is_told_and_given_nothing(monkeypatch, wi
         pair.ask()
     pair.wait_receivers(KVPoll.Failed)
     assert not prefill.step() and not any(world.prefill[0].manager.rooms_held().values())
-    close(world)
 
 
 @pytest.mark.parametrize("held", ["refused by decode", "another request"])
-def test_what_was_refused_is_not_gone_through_with_for_another_request(monkeypatch, wire, held):
+def test_what_was_refused_is_not_gone_through_with_for_another_request(monkeypatch, make_wire, held):
     """Of its room, or when decode, which has refused it too, asks for nothing."""
-    world = wire.World(monkeypatch)
+    world = make_wire()
     prefill = RefusingPrefill(monkeypatch, world.prefill)
     prefill.refuse()
     (scheduler,) = prefill.schedulers
@@ -229,12 +215,11 @@ def test_what_was_refused_is_not_gone_through_with_for_another_request(monkeypat
     world.request(ROOM, prompt_len=1, prefix_len=None).start_decode().ask()
     until(lambda: ROOM in world.prefill[0].manager.transfer_infos, "asked")
     assert not prefill.step()
-    close(world)
 
 
-def test_a_copy_that_is_refused_waits_for_the_first_to_end(monkeypatch, wire):
+def test_a_copy_that_is_refused_waits_for_the_first_to_end(monkeypatch, make_wire):
     """They would be sent to the same pages."""
-    world = wire.World(monkeypatch)
+    world = make_wire()
     prefill = RefusingPrefill(monkeypatch, world.prefill)
     pair = world.request(ROOM, prompt_len=26, prefix_len=None).bootstrap()
     prefill.refuse()
@@ -243,7 +228,6 @@ def test_a_copy_that_is_refused_waits_for_the_first_to_end(monkeypatch, wire):
     pair.wait_senders(KVPoll.Success)
     pair.wait_receivers(KVPoll.Success)
     assert not prefill.step()
-    close(world)
 
 
 def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
@@ -267,9 +251,9 @@ def test_what_prefill_goes_through_with_needs_nothing_but_its_one_token():
 
 
 @pytest.mark.parametrize("fields", [{"input_embeds": [[0.0]]}, None], ids=["embeddings", "no request"])
-def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will_come(monkeypatch, wire, fields):
+def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will_come(monkeypatch, make_wire, fields):
     """It stayed for as long as decode waits."""
-    world = wire.World(monkeypatch)
+    world = make_wire()
     manager, prefill = world.prefill[0].manager, RefusingPrefill(monkeypatch, world.prefill)
     world.request(ROOM, prompt_len=1, prefix_len=None).start_decode().ask()
     until(lambda: ROOM in manager.transfer_infos, "asked")
@@ -279,4 +263,3 @@ def test_what_a_bare_decode_worker_asks_for_is_forgotten_at_once_if_nothing_will
     else:
         prefill.refuse(**fields)
     assert ROOM not in manager.transfer_infos and not prefill.step()
-    close(world)

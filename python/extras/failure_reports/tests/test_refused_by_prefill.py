@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+import nixl_world
 import pytest
 import requests
-import test_mooncake_wire
-import test_nixl_wire
 from engine_classes import engine_class
 from prefill_front import bootstrap_server
 from sglang.srt import server_args
-from sglang.srt.disaggregation import refusal, room_notes
+from sglang.srt.disaggregation import refusal
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
@@ -28,14 +26,12 @@ from test_refusals import ROOM, RefusingPrefill
 from tokenizer_front import MODES, Manager, answers, body
 from waiting import until
 
-WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
-
 
 class Pair:
     """A decode worker with the flag asks a prefill for a room, and is answered that it is refused."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-        self.world: Any = WORLDS[backend](monkeypatch)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
+        self.world = world
         self.prefill = RefusingPrefill(monkeypatch, self.world.prefill)
         self.request = self.world.request(ROOM, 26, 8).start_decode()
 
@@ -55,15 +51,13 @@ class Pair:
         queue: Any = object.__new__(DecodeTransferQueue)
         queue.policy = SimpleNamespace(leave=lambda entry: None)
         queue._fail(DecodeRequest(req, self.request.receivers[0], entry=QueueEntry(0, 0, None)))
-        getattr(self.world, "close", lambda: None)()
         return req.finished_reason
 
 
-@pytest.mark.parametrize("backend", WORLDS)
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_decode_answers_as_prefill_does(monkeypatch, backend, asked_before):
+def test_decode_answers_as_prefill_does(monkeypatch, wire, asked_before):
     """It answered 500, counted that as a failure of its own, and a router sent the request to other workers."""
-    pair = Pair(monkeypatch, backend)
+    pair = Pair(monkeypatch, wire)
     if asked_before:
         pair.ask()
         pair.prefill.refuse()
@@ -96,18 +90,17 @@ def test_what_cannot_be_served_now_is_no_fault_of_the_request(why, at_fault):
 
 
 def test_what_passes_is_no_fault_of_the_request(monkeypatch):
-    pair = Pair(monkeypatch, "nixl")
+    pair = Pair(monkeypatch, nixl_world.World(monkeypatch))
     pair.ask()
     refuse(pair.prefill, ended=FINISH_ABORT("Aborted by AbortReq."))
     answer = pair.answer()
     assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR and "Aborted by AbortReq." in answer.message
 
 
-@pytest.mark.parametrize("backend", WORLDS)
 @pytest.mark.parametrize("at_fault", [True, False])
-def test_what_is_prefills_own_fault_is_no_fault_of_the_request(monkeypatch, backend, at_fault):
+def test_what_is_prefills_own_fault_is_no_fault_of_the_request(monkeypatch, wire, at_fault):
     """It shuts down, or cannot fetch an image: with another prefill it may go well."""
-    pair = Pair(monkeypatch, backend)
+    pair = Pair(monkeypatch, wire)
     pair.ask()
     pair.refuse(RefusedReq(ROOM, "its prompt is too long", by_decode=False, at_fault=at_fault))
     reason = pair.answer()
@@ -159,7 +152,7 @@ class AskedForRanks:
 
     def schedulers(self, rank: int, **shape: int) -> RefusingPrefill:
         """Of one DP rank."""
-        ranks = test_nixl_wire.World(self.monkeypatch, **shape).prefill
+        ranks = nixl_world.World(self.monkeypatch, **shape).prefill
         for one in ranks:
             vars(one.manager.server_args).update(self.options)
             one.manager.attn_dp_rank = rank
@@ -247,17 +240,6 @@ def test_where_decode_knows_the_rank_nobody_names_it(asked, named):
             asked.front()._tell_peer(SimpleNamespace(bootstrap_room=5, bootstrap_host="h", bootstrap_port=1), "why")
     asked.front()._tell_peer(SimpleNamespace(bootstrap_room=6, bootstrap_host="h", bootstrap_port=1), "why")
     assert asked.wait_for(6) == {"6": 0} and named == [[6]]
-
-
-def test_ranks_of_refused_rooms_are_forgotten(monkeypatch):
-    ranks, clock = refusal.RefusedRanks(), [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    ranks.note([5], 1)
-    assert ranks.find([5, 6]) == {"5": 1}
-    clock[0] += refusal.REMEMBERED_S
-    assert ranks.find([5]) == {"5": 1}
-    clock[0] += room_notes.REMEMBERED_S
-    assert ranks.find([5]) == {}
 
 
 def test_what_cannot_be_meant_as_a_rank(asked):

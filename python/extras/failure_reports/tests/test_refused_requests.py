@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 from engine_classes import engine_class
 from fastapi import HTTPException
 from prefill_front import bootstrap_server
-from sglang.srt.disaggregation import peer_calls, refusal, room_notes
+from sglang.srt.disaggregation import peer_calls, refusal
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
@@ -27,17 +26,6 @@ def request(params: dict | None = None, **options) -> GenerateReqInput:
     for name, value in options.items():
         setattr(obj, name, value)
     return obj
-
-
-def test_refused_rooms_are_forgotten_in_their_order(monkeypatch):
-    monkeypatch.setattr(room_notes, "MOST", 2)
-    rooms = refusal.RefusedRooms()
-    for room in (1, 2, 3):
-        rooms.note(room, "because")
-    assert [rooms.reason(room) for room in (1, 2, 3, None)] == [None, "because", "because", None] and len(rooms) == 2
-    later = time.monotonic() + refusal.REMEMBERED_S + 1
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert rooms.reason(3) is None, "who uses it anew means another request"
 
 
 # ---- the two workers of a pair ----
@@ -159,32 +147,6 @@ def test_the_peer_hears_of_whatever_ends_a_request_before_the_scheduler_has_it(m
     told = [refusal.RefusedReq(5, said, by_decode=False, at_fault=at_fault)] if said and not sent else []
     assert prefill.send_to_scheduler == told
     assert (not prefill.rid_to_state) == (not sent) and not prefill.own_states
-
-
-def test_a_request_that_ends_while_its_state_is_made_leaves_none(monkeypatch):
-    worker = manager(DisaggregationMode.DECODE)
-    worker.own_states = {}
-    obj = request(bootstrap_host="10.0.0.1", bootstrap_room=5)
-
-    def init(self, obj, request=None):
-        self.rid_to_state[obj.rid] = ReqState([], False, asyncio.Event(), obj, SimpleNamespace())
-        raise OverflowError("what the engine cannot compute with")
-
-    async def generate(self, obj, request):
-        self._req_stats_init(obj, request)
-        yield
-
-    async def ask() -> None:
-        async for _ in worker.generate_request(obj):
-            pass
-
-    monkeypatch.setattr(ENGINE, "generate_request", generate)
-    monkeypatch.setattr(ENGINE, "_req_stats_init", init)
-    told = []
-    monkeypatch.setattr(refusal, "tell", lambda addr, route, rooms, **said: told.extend(rooms) or Future())
-    with pytest.raises(OverflowError):
-        asyncio.run(ask())
-    assert not worker.rid_to_state and not worker.own_states and told == [5]
 
 
 def test_prefill_hears_why_a_batch_ends_before_its_other_prompts_are_taken_back(monkeypatch):

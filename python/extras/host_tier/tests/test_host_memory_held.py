@@ -52,33 +52,6 @@ def test_what_comes_back_for_a_request_of_a_higher_priority_is_its_own():
     assert on_host(one, IMPORTANT) == 20
 
 
-def test_what_a_saved_node_follows_is_as_important():
-    """A prompt of which another, of no priority, has the head: neither part goes before the others."""
-    one = by_priority(host=64)
-    saved(one, IMPORTANT[:12] + tokens(200, 8), max_new=1, priority=0)
-    saved(one, IMPORTANT, max_new=1, priority=10)
-    path = one.tier.host.peek(IMPORTANT, None).path
-    assert [node.priority for node in path] == [10] * len(path) and len(path) == 2
-    for prompt in OTHERS:
-        saved(one, prompt, max_new=1, priority=1)
-    assert on_host(one, IMPORTANT) == 20
-
-
-def test_what_is_loaded_for_a_request_is_of_its_priority_before_it_is_to_be_saved():
-    """With write_through_selective, two uses later."""
-    one = ByPriority(size=256, page_size=PAGE, host=HostSizes(48, hits=3))
-    for _ in range(2):
-        saved(one, IMPORTANT, max_new=1, priority=0)
-    leave_pool(one)
-    saved(one, IMPORTANT, max_new=1, priority=10)
-    assert one.tier.loaded_tokens
-    for prompt in OTHERS:
-        for _ in range(2):
-            saved(one, prompt, max_new=1, priority=1)
-    assert on_host(one, IMPORTANT) == 20
-    one.check()
-
-
 # ---- quarantine ----
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,23 +17,15 @@ from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix import tp_agreement
 from sglang.srt.disaggregation.local_policy import Policy
-from sglang.srt.mem_cache import cache_support
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.cache_support import FLAG
-from sglang.srt.mem_cache.host_tier.support import STORAGES
 from sglang.srt.mem_cache.host_tier.tier import HITS
-from sglang.srt.mem_cache.host_tier.tree import HostTierRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.tier import NO_TIER
-from sglang.srt.server_args import prepare_server_args
 from speculating_loop import SpeculatingLoop
 from test_life_of_a_request import Life
 from test_overlap_guard import Play, scripts
 from test_ranks_admit import restore_clock, set_clock
 from test_speculation import ask
 from test_traps import serve, serve_to_end, tokens
-
-from sglang_pd_radix.tools.make_model import make_model
 
 PAGE = 4
 
@@ -186,26 +177,6 @@ def test_a_conversation_that_comes_back_is_copied_and_prefill_sends_what_is_new(
     assert one.tier.host.protected_size() == 0
 
 
-def test_only_what_the_tree_lacks_is_copied():
-    one = world()
-    saved(one, tokens(1, 24))
-    one.tree.evict_shortfall(8)
-    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
-    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host) == (16, 8)
-    assert decode_req.load.start == 16 and one.tier.loaded_tokens == 8
-
-
-def test_all_of_a_prompt_can_come_from_host_memory():
-    one = world()
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24))
-    assert (decode_req.kv_receiver.prefix_len, decode_req.kv_receiver.page_indices) == (24, [])
-    one.complete(decode_req)
-    assert decode_req.req in one.step()
-    one.check()
-
-
 def test_prompts_of_another_extra_key_are_not_the_same():
     one = world()
     saved(one, tokens(1, 24), extra_key="a")
@@ -214,12 +185,16 @@ def test_prompts_of_another_extra_key_are_not_the_same():
     assert admit(one, tokens(1, 24), extra_key="a").kv_receiver.prefix_len == 24
 
 
-def test_a_prefill_that_takes_no_prefix_sends_all():
+def test_only_what_the_tree_lacks_is_copied():
     one = world()
     saved(one, tokens(1, 24))
-    leave_pool(one)
-    decode_req = admit(one, tokens(1, 24), peer_takes_prefix=False)
-    assert decode_req.kv_receiver.prefix_len == 0 and one.tier.loaded_tokens == 0
+    one.tree.evict_shortfall(8)
+    decode_req = admit(one, tokens(1, 24) + tokens(9, 4))
+    assert (decode_req.req.decode_prefix_len, decode_req.req.from_host) == (16, 8)
+    assert decode_req.load.start == 16 and one.tier.loaded_tokens == 8
+    one.complete(decode_req)
+    assert decode_req.req in one.step()
+    one.check()
 
 
 def test_a_commit_waits_for_the_copy():
@@ -274,15 +249,6 @@ def test_a_flush_forgets_both_and_waits_for_copies():
 # ---- what is saved ----
 
 
-def test_only_what_is_used_again_is_saved_where_that_is_asked_for():
-    one = world(hits=HITS["write_through_selective"])
-    first = tokens(1, 24)
-    saved(one, first)
-    assert one.tier.saves.saved_tokens == 0
-    saved(one, first + tokens(9, 4))
-    assert one.tier.saves.saved_tokens == 24 and one.tier.host.peek(first + tokens(9, 4), None).length == 24
-
-
 def test_what_is_on_the_host_is_not_saved_again():
     one = world()
     saved(one, tokens(1, 24))
@@ -303,40 +269,6 @@ def test_a_node_that_holds_too_much_of_the_pool_is_saved_in_parts():
     assert [part for part in parts if part] == [16, 16, 16, 16] and one.tier.saves.saved_tokens == 64
 
 
-def test_what_is_above_is_saved_first():
-    one = world(late=True, size=128)
-    first, second = tokens(1, 16), tokens(9, 16)
-    serve_to_end(one, first)
-    serve_to_end(one, first + second)
-    assert len(one.tier.saves.under_way) == 1 and len(one.tier.saves.to_come) == 1
-    for _ in range(6):
-        one.tier.memory.wait()
-        one.step()
-        one.check()
-    assert one.tier.host.peek(first + second, None).length == 32 and one.tier.saves.saved_tokens == 32
-
-
-def test_host_memory_that_others_hold_is_not_taken():
-    one = world(host=24)
-    saved(one, tokens(1, 24))
-    leave_pool(one)
-    held = admit(one, tokens(1, 24))
-    assert held.load is not None and one.tier.host.protected_size() == 24
-    other = serve(one, tokens(50, 12))
-    for _ in range(4):
-        one.step()
-        one.check()
-    assert one.tier.report()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
-    # When it is met again, there may be room.
-    one.complete(held)
-    one.step()
-    one.finish(other.req)
-    for _ in range(6):
-        one.step()
-    one.check()
-    assert one.tier.host.peek(tokens(50, 12), None).length == 12
-
-
 def test_two_that_do_not_fit_together_do_not_take_it_from_each_other_for_ever():
     one = world(host=16)
     for start in (1, 50):
@@ -344,16 +276,6 @@ def test_two_that_do_not_fit_together_do_not_take_it_from_each_other_for_ever():
     for _ in range(20):
         one.step()
     assert not one.tier.saves.busy and one.tier.report()["dropped"] > 0
-    one.check()
-
-
-def test_the_least_recently_used_makes_room():
-    one = world(host=32)
-    for start in (1, 50, 100):
-        saved(one, tokens(start, 16))
-        leave_pool(one)
-    held = [one.tier.host.peek(tokens(start, 16), None).length for start in (1, 50, 100)]
-    assert held == [0, 16, 16]
     one.check()
 
 
@@ -397,24 +319,6 @@ def settle(one: World) -> None:
         one.step()
 
 
-def test_of_a_node_that_left_while_a_part_of_it_was_saved_nothing_more_is():
-    """A step that lacks memory lets go of it; its slots are others' when the next part would be copied."""
-    one = world(late=True, size=128, host=512)
-    prompt = tokens(1, 64)
-    serve_to_end(one, prompt)
-    one.step()
-    (saving,) = one.tier.saves.under_way
-    assert one.tier.saves.to_come
-    assert one.tier.saves.release_device() == 1
-    leave_pool(one)
-    other = admit(one, tokens(200, 120))
-    one.complete(other)
-    settle(one)
-    # `World.check` reads what is in them.
-    assert one.tier.host.peek(prompt, None).length == len(saving.slots) == 16
-    one.check()
-
-
 @pytest.mark.parametrize("under_way", [False, True])
 def test_the_head_of_a_leaf_that_left_before_it_was_saved_is_saved(under_way):
     """An eviction takes what it needs off a leaf: what it leaves was to be saved with it."""
@@ -445,29 +349,6 @@ def insert(one: World, prompt: list[int]) -> None:
     one.tree.insert(InsertParams(key=RadixKey(prompt), value=slots))
 
 
-def test_a_save_looks_at_what_is_new_of_its_conversation(monkeypatch):
-    """A turn cost the scheduler as much as the whole conversation, and each part of a long prompt as much as all."""
-    one = world(size=256, host=512)
-    prompt = tokens(1, 192)
-    looked_at: list[int] = []
-    descend = one.tier.host.reader.descend
-
-    def counted(node, length, token_ids, extra_key):
-        looked_at.append(len(token_ids) - length)
-        return descend(node, length, token_ids, extra_key)
-
-    monkeypatch.setattr(one.tier.host.reader, "descend", counted)
-    for length in range(160, 192, 8):
-        insert(one, prompt[:length])
-        settle(one)
-        looked_at.clear()
-    insert(one, prompt)
-    settle(one)
-    # What host memory has of it, and where it then ends.
-    assert sum(looked_at) == 16 and one.tier.saves.saved_tokens == 192
-    assert one.tier.host.peek(prompt, None).length == 192
-
-
 def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
     one = world(size=256, host=512)
     prompt = tokens(1, 64)
@@ -484,25 +365,42 @@ def test_what_has_left_host_memory_is_saved_again_with_what_comes_behind_it():
     assert one.tier.host.peek(prompt + tokens(9, 4), None).length == 68 and one.tier.faults() == []
 
 
-def test_all_of_a_path_that_was_not_saved_is_when_it_is_used_again(monkeypatch):
-    one = world(late=True, size=128, host=512)
-    prompt = tokens(1, 16)
-    # As much as may be held for saving: the others wait, and are split meanwhile.
-    serve_to_end(one, tokens(500, 32))
+def test_host_memory_that_others_hold_is_not_taken():
+    one = world(host=24)
+    saved(one, tokens(1, 24))
+    leave_pool(one)
+    held = admit(one, tokens(1, 24))
+    assert held.load is not None and one.tier.host.protected_size() == 24
+    other = serve(one, tokens(50, 12))
+    for _ in range(4):
+        one.step()
+        one.check()
+    assert one.tier.report()["dropped"] == 12 and one.tier.host.peek(tokens(1, 24), None).length == 24
+    # When it is met again, there may be room.
+    one.complete(held)
     one.step()
+    one.finish(other.req)
+    for _ in range(6):
+        one.step()
+    one.check()
+    assert one.tier.host.peek(tokens(50, 12), None).length == 12
+
+
+def test_of_a_node_that_left_while_a_part_of_it_was_saved_nothing_more_is():
+    """A step that lacks memory lets go of it; its slots are others' when the next part would be copied."""
+    one = world(late=True, size=128, host=512)
+    prompt = tokens(1, 64)
     serve_to_end(one, prompt)
-    serve_to_end(one, prompt[:8] + tokens(50, 4))
-    # The rest of what holds it, and of these the head, which is split off meanwhile.
-    assert len(one.tier.saves.to_come) == 4
-    monkeypatch.setattr(one.tier.host.pool, "alloc", lambda need: None)
+    one.step()
+    (saving,) = one.tier.saves.under_way
+    assert one.tier.saves.to_come
+    assert one.tier.saves.release_device() == 1
+    leave_pool(one)
+    other = admit(one, tokens(200, 120))
+    one.complete(other)
     settle(one)
-    assert one.tier.host.peek(prompt, None).length == 0 and not one.tier.saves.busy
-    assert one.tier.saves.dropped_tokens >= 20
-    monkeypatch.undo()
-    # What both have, alone.
-    serve_to_end(one, prompt[:8])
-    settle(one)
-    assert one.tier.host.peek(prompt, None).length == 8
+    # `World.check` reads what is in them.
+    assert one.tier.host.peek(prompt, None).length == len(saving.slots) == 16
     one.check()
 
 
@@ -691,73 +589,3 @@ def test_invariants_hold_in_every_life_with_drafts(overlap, page_size):
         assert loop.tier.faults() == []
 
     play()
-
-
-# ---- options ----
-
-
-def options(**given: Any) -> Any:
-    args = SimpleNamespace(
-        disaggregation_decode_local_prefill="off",
-        **dict.fromkeys(
-            (
-                "disable_radix_cache",
-                "enable_hisparse",
-                "disaggregation_decode_enable_offload_kvcache",
-                "enable_lmcache",
-                "enable_streaming_session",
-                "enable_lora_overlap_loading",
-                "enable_return_routed_experts",
-                "speculative_algorithm",
-                "model_path",
-                "speculative_draft_model_path",
-                "hicache_storage_backend",
-            ),
-            None,
-        ),
-        hicache_write_policy="write_through",
-        enable_hierarchical_cache=True,
-        pp_size=1,
-        attn_cp_size=1,
-        dllm_algorithm=None,
-        disaggregation_transfer_backend="nixl",
-    )
-    vars(args).update(given)
-    return args
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "says"),
-    [
-        (
-            cache_support.DECODE,
-            {"hicache_storage_backend": "hf3fs"},
-            r"--hicache-storage-backend hf3fs \(file, mooncake are",
-        ),
-        (cache_support.DECODE, {"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        *(
-            (kind, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm")
-            for kind in cache_support.kinds_with("linear attention")
-        ),
-    ],
-)
-def test_what_is_not_verified_with_it_is_refused(kind, given, says):
-    cache_support.check(kind, options())
-    for name in STORAGES:
-        cache_support.check(kind, options(hicache_storage_backend=name))
-    with pytest.raises(ValueError, match=says):
-        cache_support.check(kind, options(**given))
-
-
-def test_without_it_a_tree_has_none():
-    one = World(size=64, page_size=PAGE)
-    assert not isinstance(one.tree, HostTierRadixCache) and one.tree.tier is NO_TIER
-    serve_to_end(one, tokens(1, 24))
-    assert len(one.queue.accounts.figures()) == 4
-
-
-def test_host_memory_that_is_no_larger_than_the_pool_is_refused(tmp_path):
-    model = ["--model-path", str(make_model(tmp_path / "m")), "--device", "cpu"]
-    pair = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl", FLAG]
-    with pytest.raises(ValueError, match=f"--hicache-ratio is 1: host memory.*{FLAG}"):
-        prepare_server_args([*model, *pair, "--enable-hierarchical-cache", "--hicache-ratio", "1"])

@@ -105,39 +105,3 @@ def test_a_request_that_is_retracted_and_comes_back_is_one_use(retractions):
     assert settle(one) == 0
     saved(one, prompt + tokens(9, 4))
     assert settle(one) == 24
-
-
-def test_where_one_use_is_enough_each_slice_is_saved_as_it_comes():
-    """A request that is aborted between two slices leaves what they have computed in both memories."""
-    loop = computing(4, HITS["write_through"])
-    aborted = []
-
-    def between() -> None:
-        if loop.iterations == 1:
-            loop.handshake(loop.arrive(PROMPT, max_new=2))
-        loop.tier.memory.wait()
-        if not aborted and len(loop.extended) == 4:
-            aborted.append(loop.transfer.local.abort(lambda req: True))
-        if loop.iterations >= 60:
-            raise LoopEnds
-
-    loop.run(between)
-    held = loop.tree.evictable_size()
-    assert held and loop.tier.saves.saved_tokens == held
-
-
-def test_where_one_use_is_enough_what_a_request_brings_back_is_saved_then():
-    """Both memories have lost it while it was retracted, and device memory does so once more."""
-    one = World(size=128, page_size=PAGE, host=HostSizes(256, HITS["write_through"]))
-    prompt = tokens(1, 24)
-    one.complete(admit(one, prompt, max_new=40))
-    one.step()
-    assert settle(one) == 24
-    one.retract(one.running[-1])
-    for tree in one.tree, one.tier.host:
-        tree.evict_shortfall(tree.evictable_size())
-    one.step()
-    assert one.running and settle(one) == 48
-    one.retract(one.running[-1])
-    one.tree.evict_shortfall(one.tree.evictable_size())
-    assert one.tier.host.peek(prompt, None).length == 24

@@ -81,12 +81,6 @@ def test_windows_are_kept_figure_by_figure():
     assert kept.plus(need) == WindowsKept(growth=12 - 8, lacks=30 - 8, resumes=5, retractable=10)
 
 
-# ---- what is shared, and what is asked for ----
-
-
-# ---- retraction ----
-
-
 # ---- the window pool ----
 
 
@@ -342,24 +336,6 @@ def test_the_window_of_a_failed_transfer_stays_in_quarantine_through_a_flush():
     world.step()
     world.check()
     assert world.tree.windows.available_size() == 96 and world.tree.pool.available_size() == 256
-
-
-def test_the_audit_finds_what_is_wrong():
-    world = world_of()
-    req = serve(world, tokens(1, 30)).req
-    windows, held = world.tree.windows, [world.window_slots(req)]
-    assert windows.audit(held) == []
-    mapping, pool = world.allocator.full_to_swa_index_mapping, windows.pool
-    saved = mapping.clone()
-    mapping[held[0][0]] = 0
-    assert any("lack their window" in line for line in windows.audit(held))
-    mapping.copy_(saved)
-    assert any("no request" in line for line in windows.audit([held[0][PAGE:]]))
-    mapping[held[0][1]] += 1
-    assert any("another place" in line for line in windows.audit(held))
-    mapping.copy_(saved)
-    pool.free_pages = pool.free_pages[1:]
-    assert any("are free" in line for line in windows.audit(held))
 
 
 # ---- both workers' schedulers ----

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import test_life_of_a_request
 import test_overlap_guard
-import torch
 from overlapped_loop import Loop, LoopEnds, LoopScheduler
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
-from test_late_step import batch
 from test_overlap_guard import CODE, overlap_guard
 
 
@@ -35,18 +32,6 @@ def test_invariants_hold_in_every_life(page_size, states, windows):
 )
 def test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size, states, windows):
     test_overlap_guard.test_nothing_that_a_step_in_flight_may_use_is_handed_to_a_transfer(page_size, states, windows)
-
-
-def test_the_states_of_a_step_are_those_of_the_requests_that_have_ended():
-    states, made = torch.tensor([50, 51, 52, 53]), batch()
-    made.req_to_token_pool.get_mamba_indices = lambda rows: states[rows]
-    assert OverlapGuard(made, [0, 2], 4).states == {52, 53}
-
-
-def test_of_a_model_with_windows_their_pages():
-    made = batch()
-    made.window_cache_loc = torch.tensor([9, 17, 40])
-    assert OverlapGuard(made, [1, 2], 4).states == {4, 10}
 
 
 def test_the_state_slot_of_a_request_that_has_ended_is_another_s_one_step_later(monkeypatch):

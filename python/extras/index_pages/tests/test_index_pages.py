@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import mooncake_world as mooncake
+import nixl_world as nixl
 import numpy as np
 import pytest
 import test_life_of_a_request
-import test_mooncake_wire as mooncake
-import test_nixl_wire as nixl
 import torch
 from decode_world import Receiver, World, kv_of
 from engine_classes import engine_class
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities
 from sglang.srt.mem_cache.index_pages import IndexPages
@@ -152,8 +153,8 @@ def test_nixl_sends_the_index_pages_of_the_delta(monkeypatch, prompt_len, prefix
     counted = world.prefill[0].manager.events = mooncake.Counters()
     request = world.request(7, prompt_len, prefix_len).bootstrap()
     request.send()
-    request.wait_senders(nixl.KVPoll.Success)
-    request.wait_receivers(nixl.KVPoll.Success)
+    request.wait_senders(KVPoll.Success)
+    request.wait_receivers(KVPoll.Success)
     index = [t for t in world.wire.transfers if t.notification == b"7_state_0"]
     assert len(index) == bool(theirs)
     item = nixl.STATE_ITEM

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from every_state_bench import BEFORE_COMMIT, Bench, arrived, has_failed, make_room, prefill_lost, time_runs_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
@@ -18,7 +19,6 @@ from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import release_kv_cache
-from test_every_state import BEFORE_COMMIT, Bench, arrived, has_failed, make_room, prefill_lost, time_runs_out
 from test_overlap_guard import Play, RankPlay, actions, lives_on_ranks
 
 LOCAL = {"disaggregation_decode_local_prefill": "4"}

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import mooncake_world as mooncake
+import nixl_world as nixl
 import numpy as np
 import pytest
 import requests
-import test_mooncake_wire as mooncake
-import test_nixl_wire as nixl
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, parse_capabilities
 from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 from sglang.srt.disaggregation.page_digest import PageDigests, sends_digests
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from wire_ends import sent_frames
 
 DIGESTS = parse_capabilities({"version": 1, "digests": 1})
 
@@ -49,23 +50,23 @@ def over_mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., moo
 
 def test_nixl_the_message_has_one_frame_more():
     receiver, pages_asked = nixl.bare(), np.array([7], np.int32)
-    plain = nixl.sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
+    plain = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
     receiver.kv_mgr.page_digests, receiver.kv_mgr.prefills = object(), SimpleNamespace(of=lambda addr: DIGESTS)
     receiver.bootstrap_addr = nixl.ADDR
-    ours = nixl.sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
+    ours = sent_frames(receiver, lambda: receiver.send_metadata(pages_asked, 3, None, decode_prefix_len=128))
     assert ours == [[*frames, b"digest"] for frames in plain]
     none = np.array([], np.int32)
-    full_hit = nixl.sent_frames(receiver, lambda: receiver.send_metadata(none, 3, None, decode_prefix_len=128))
+    full_hit = sent_frames(receiver, lambda: receiver.send_metadata(none, 3, None, decode_prefix_len=128))
     assert len(full_hit[0]) == 11, "of nothing there is no digest"
 
 
 def test_mooncake_the_message_has_one_frame_more():
-    receiver, indices = mooncake.bare_receiver(), np.array([5, 6, 9], np.int32)
-    plain = mooncake.frames_of(receiver, lambda: receiver.send_metadata(indices, 3, None, decode_prefix_len=128))
+    receiver, indices = mooncake.bare(), np.array([5, 6, 9], np.int32)
+    plain = sent_frames(receiver, lambda: receiver.send_metadata(indices, 3, None, decode_prefix_len=128))
     assert b"digest" not in TransferInfo.from_zmq(plain[0]).parts
     receiver.kv_mgr.page_digests, receiver.kv_mgr.prefills = object(), SimpleNamespace(of=lambda addr: DIGESTS)
-    receiver.bootstrap_addr = mooncake.ADDR
-    ours = mooncake.frames_of(receiver, lambda: receiver.send_metadata(indices, 3, None, decode_prefix_len=128))
+    receiver.bootstrap_addr = nixl.ADDR
+    ours = sent_frames(receiver, lambda: receiver.send_metadata(indices, 3, None, decode_prefix_len=128))
     assert ours == [plain[0] + [b"digest"]]
     assert b"digest" in TransferInfo.from_zmq(ours[0]).parts
     with pytest.raises(ValueError, match="10 frames"):

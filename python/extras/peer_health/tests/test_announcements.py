@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import mooncake_world
+import nixl_world
 import pytest
-import test_mooncake_wire
-import test_nixl_wire
 from sglang.srt.disaggregation import announcements as module
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import waiting_rooms
@@ -36,7 +36,7 @@ KNOWN = Capabilities(version=1, others={"queued": 1}, bootstrap_timeout=300)
 class Waits:
     """A request that waits on decode for prefill ``addr``; when that was told of it, by the clock of the test."""
 
-    def __init__(self, clock: Any, manager: Any, room: int, addr: str = test_nixl_wire.ADDR):
+    def __init__(self, clock: Any, manager: Any, room: int, addr: str = nixl_world.ADDR):
         self.kv_receiver = NixlKVReceiver(manager, addr, room)
         self.kv_receiver.init(0)
         assert self.kv_receiver.poll() == KVPoll.WaitingForInput
@@ -57,11 +57,11 @@ class Telling:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first_s: int, second_s: int):
         """first_s, second_s: the prefills' SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT."""
         monkeypatch.setattr(module, "ANNOUNCEMENTS", 4)
-        self.manager = test_nixl_wire.World(monkeypatch).decode[0].manager
+        self.manager = nixl_world.World(monkeypatch).decode[0].manager
         monkeypatch.setattr(module, "time", self)
         table, known = self.manager.prefill_info_table, self.manager.prefills.capabilities
-        table[self.SECOND] = table[test_nixl_wire.ADDR]
-        for addr, seconds in ((test_nixl_wire.ADDR, first_s), (self.SECOND, second_s)):
+        table[self.SECOND] = table[nixl_world.ADDR]
+        for addr, seconds in ((nixl_world.ADDR, first_s), (self.SECOND, second_s)):
             known[addr] = Capabilities(version=1, others={"queued": 1}, bootstrap_timeout=seconds)
         self.now = self.began = time.monotonic()
         self.announcements: Any = module.Announcements(300 / 4)
@@ -74,7 +74,7 @@ class Telling:
     def monotonic(self) -> float:
         return self.now
 
-    def arrive(self, addr: str = test_nixl_wire.ADDR) -> Any:
+    def arrive(self, addr: str = nixl_world.ADDR) -> Any:
         return Waits(self, self.manager, len(self.manager.request_status) + 1, addr)
 
     def step(self, seconds: float) -> int:
@@ -130,7 +130,7 @@ def test_a_prefill_of_little_patience_is_at_nobody_elses_expense(monkeypatch: py
     telling.step(2)
     assert telling.step(300) <= 4 * len(telling.first)
     assert telling.unheard_s(telling.first[:-1]) < 300 / 4 + 10
-    assert [*telling.announcements.listeners] == [test_nixl_wire.ADDR]
+    assert [*telling.announcements.listeners] == [nixl_world.ADDR]
 
 
 def test_those_whose_hands_are_not_shaken_hold_up_no_words_of_others(monkeypatch: pytest.MonkeyPatch):
@@ -155,8 +155,8 @@ def test_words_are_spread_over_steps_and_fall_behind_in_none(monkeypatch: pytest
     """256 requests of a prefill with four ranks took 13.5 ms of one step."""
     monkeypatch.setattr(module, "time", clock := SimpleNamespace(now=time.monotonic()))
     clock.monotonic = lambda: clock.now
-    manager = test_nixl_wire.World(monkeypatch, prefill_tp=4).decode[0].manager
-    manager.prefills.capabilities[test_nixl_wire.ADDR] = KNOWN
+    manager = nixl_world.World(monkeypatch, prefill_tp=4).decode[0].manager
+    manager.prefills.capabilities[nixl_world.ADDR] = KNOWN
     waiting: Any = [Waits(clock, manager, room) for room in range(1, 257)]
     announcements: Any = module.Announcements(300 / 4)
     for request in waiting:
@@ -196,8 +196,8 @@ def test_a_prefill_rank_that_takes_no_word_is_told_soon_and_keeps_none_from_the_
     """It stands still with its queue full, and when it goes on has soon read what others waited for."""
     monkeypatch.setattr(module, "time", clock := SimpleNamespace(now=time.monotonic()))
     clock.monotonic = lambda: clock.now
-    manager = test_nixl_wire.World(monkeypatch, prefill_tp=2).decode[0].manager
-    manager.prefills.capabilities[test_nixl_wire.ADDR] = KNOWN
+    manager = nixl_world.World(monkeypatch, prefill_tp=2).decode[0].manager
+    manager.prefills.capabilities[nixl_world.ADDR] = KNOWN
     request = Waits(clock, manager, 1)
     ports = [peer["rank_port"] for peer in request.kv_receiver.bootstrap_infos]
     told: dict[int, list[float]] = {port: [] for port in ports}
@@ -227,7 +227,7 @@ def test_a_prefill_rank_that_takes_no_word_is_told_soon_and_keeps_none_from_the_
     assert len(told[ports[deaf]]) == 1, "once is enough"
     step(30)
     assert len(told[ports[deaf]]) == 2 and len(told[ports[1 - deaf]]) == 3
-    assert not announcements.listeners[test_nixl_wire.ADDR].missed
+    assert not announcements.listeners[nixl_world.ADDR].missed
 
 
 def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_what_waits_on_decode_is_forgotten_with_its_room(monkeypatch: pytest.Mon
 
 def test_ranks_that_write_nothing_hear_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """They gave it up after the time-out of a handshake, and with it all ranks."""
-    world = test_mooncake_wire.World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True)
+    world = mooncake_world.World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True)
     request = world.request(1, 24, 4).start_prefill().start_decode()
     known = world.decode[0].manager.prefills.capabilities
     known[world.addr] = dataclasses.replace(known[world.addr], others={"queued": 1})

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from engine_classes import engine_class
+from mooncake_world import World as MooncakeWorld
+from mooncake_world import lost_write
 from sglang.srt.disaggregation.mooncake import failed_sessions
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.mooncake.failed_sessions import MOST_S, FailedSessions
-from test_mooncake_wire import World as MooncakeWorld
-from test_mooncake_wire import lost_write
 from test_mooncake_wire import world as mooncake
 from waiting import until
 

@@ -9,12 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation import announcements
-from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common import peer_watch
-from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
-from sglang.srt.managers.schedule_batch import Req
-from test_every_state import (
+from every_state_bench import (
     Bench,
     asked,
     begun,
@@ -25,6 +20,11 @@ from test_every_state import (
     short_of_memory,
     timed,
 )
+from sglang.srt.disaggregation import announcements
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import peer_watch
+from sglang.srt.disaggregation.common.peer_sockets import Loss, PeerSockets
+from sglang.srt.managers.schedule_batch import Req
 from waiting import until
 from wire_ends import watching
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import nixl_world as nixl_wire
 import pytest
-import test_nixl_wire as nixl_wire
 import zmq
 from prefill_loop import PrefillLoop, PrefillScheduler
 from sglang.srt.disaggregation.base import KVPoll

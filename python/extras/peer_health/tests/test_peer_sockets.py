@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import zmq
+from mooncake_world import World as MooncakeWorld
+from nixl_world import World
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import delta_receiver, peer_sockets
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.peer_sockets import PeerSockets
-from test_mooncake_wire import World as MooncakeWorld
-from test_mooncake_wire import give_up
-from test_nixl_wire import World
 from waiting import until
-from wire_ends import close_sockets, watching
+from wire_ends import close_sockets, give_up, watching
 
 from sglang_pd_radix.tools.cluster import free_ports
 

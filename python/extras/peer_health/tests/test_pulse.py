@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from nixl_world import World
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import pulse as module
 from sglang.srt.disaggregation.common.pulse import CATCH_UP_S, LATE_S, Pulse
-from test_nixl_wire import World
 from waiting import until
 
 ROOM = 1

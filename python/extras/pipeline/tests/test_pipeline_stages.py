@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import mooncake_world as mooncake
+import nixl_world as nixl
 import numpy as np
 import pytest
 import requests
 import test_failed_sessions
-import test_mooncake_wire as mooncake
-import test_nixl_wire as nixl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation import prefill

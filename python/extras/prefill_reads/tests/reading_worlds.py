@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import nixl_world as nixl_wire
 import numpy as np
 import pytest
-import test_nixl_wire as nixl_wire
 from decode_world import Receiver, World
 from overlapped_loop import Loop
 from prefill_loop import PAGE, PrefillLoop

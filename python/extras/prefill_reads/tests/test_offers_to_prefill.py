@@ -13,6 +13,7 @@ import pytest
 from decode_world import aborted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nixl_world import bare
 from overlapped_loop import LoopEnds
 from reading_worlds import OfferLoop, OfferWorld
 from sglang.srt import server_args
@@ -22,8 +23,8 @@ from sglang.srt.disaggregation.common.wire import split_parts
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer, TransferInfo
 from sglang.srt.disaggregation.offers import OFFER, Offer, least_read
-from test_nixl_wire import bare, sent_frames
 from test_overlap_guard import Play, scripts
+from wire_ends import sent_frames
 
 PAGE = 4
 LOCAL = {"disaggregation_decode_local_prefill": "40"}

@@ -6,9 +6,9 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import nixl_world as nixl_wire
 import numpy as np
 import pytest
-import test_nixl_wire as nixl_wire
 from prefill_loop import PAGE, POOL, PrefillScheduler
 from reading_worlds import ReadLoop
 from sglang.srt.disaggregation import decode_reads

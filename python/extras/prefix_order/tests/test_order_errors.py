@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import test_every_state as every_state
-from test_every_state import Bench, arrived, bench, kind, retracted, shaken, short_of_memory
+from every_state_bench import Bench, arrived, bench, kind, retracted, shaken, short_of_memory
 
 __all__ = ["bench", "kind"]
 

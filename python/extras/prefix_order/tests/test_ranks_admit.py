@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import test_step_costs
 import torch.distributed as dist
-from decode_world import World, asked, end_patience, queue, sent
+from decode_world import World, asked, end_patience, queue, sent, tokens
+from ranked_world import Rank
 from ranks import assert_same
 from sglang.srt.disaggregation.decode_radix import admission
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
 from sglang.srt.disaggregation.prefix_policy import Expired
 from test_followers import CLOCKS
-from test_traps import Rank, tokens
 
 
 def cold_behind_hot(rank: int, backlog: int, bound: int) -> list[Any]:

@@ -257,7 +257,7 @@ def test_a_worker_of_a_pair_must_be_told_of_the_other():
 
 
 def test_a_decode_worker_with_a_cache_cuts_no_prompt():
-    """Nor would prefill, at the same token: `test_mooncake_wire.py`."""
+    """Nor would prefill, at the same token: `test_prompts_compared.py`."""
     room = {"bootstrap_room": 5, "bootstrap_host": "h"}
     for mode, keeps in itertools.product(DisaggregationMode, (False, True)):
         options = {"allow_auto_truncate": True, "disaggregation_decode_enable_radix_cache": keeps}

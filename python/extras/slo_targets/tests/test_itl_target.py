@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decode_world import World, asked, queue
+from decode_world import World, asked, queue, serve, tokens
 from engine_classes import engine_class
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
+from ranked_world import Rank
 from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, DecodeAdder
@@ -28,7 +29,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from speculating_loop import SpeculatingLoop
 from test_overlap_guard import Play, RankPlay, scripts
-from test_traps import Rank, serve, tokens
 
 MS = 10**9
 NAMES = itertools.count()

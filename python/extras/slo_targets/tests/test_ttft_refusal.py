@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import World, queue
+from decode_world import World, queue, tokens
 from engine_classes import engine_class
+from ranked_world import Rank
 from ranks import assert_same
 from sglang.srt.disaggregation import decode, ttft_refusal
 from sglang.srt.disaggregation.ttft_refusal import ENOUGH, FINISH_REFUSED, RECENT, TtftRefusal
 from sglang.srt.disaggregation.ttft_target import EVERY, TtftTarget
 from sglang.srt.managers.refused_answer import KEY, RefusedAnswers
-from test_traps import Rank, tokens
 from test_ttft_target import own_clock, target
 
 TARGET_S = 2.0

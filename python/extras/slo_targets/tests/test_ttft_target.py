@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import World, asked, queue
+from decode_world import World, asked, queue, serve, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped_loop import Loop, LoopEnds
+from ranked_world import Rank
 from ranks import assert_same
 from sglang.srt.disaggregation import ttft_target
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
@@ -20,7 +21,6 @@ from sglang.srt.disaggregation.prefix_policy import admission_order
 from sglang.srt.disaggregation.ttft_target import EVERY, LATE_INTERVAL, LateLines, TtftTarget, late_by_turns
 from test_followers import candidates_of
 from test_overlap_guard import Play, scripts
-from test_traps import Rank, serve, tokens
 
 
 def target(ms: float, **more: Any) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from every_state_bench import Bench, bench, kind, timed  # noqa: F401
 from sglang.srt.disaggregation.common import drafts
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_VERSION
 from sglang.srt.mem_cache import cache_support
-from test_every_state import Bench, bench, kind, timed  # noqa: F401
 from test_flag import DECODE, FLAG, parse  # noqa: F401
 from test_hybrid_options import parse_hybrid, parse_layout  # noqa: F401
 from test_prefill_answers import ask

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import mooncake_world
 import numpy as np
 import pytest
 import requests
-import test_mooncake_wire
 import torch
 import zmq
+from mooncake_world import HEADS, LAYERS, assert_landed
 from prefill_front import bootstrap_server
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import staging_buffer
@@ -24,12 +25,12 @@ from sglang.srt.disaggregation.mooncake import staging as mooncake_staging
 from sglang.srt.disaggregation.mooncake import staging_wire as wire
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer, MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
-from test_mooncake_wire import HEADS, LAYERS, assert_landed, give_up, push, reasons, wait_quiet
 from test_prefill_answers import Ranks
 from waiting import until
+from wire_ends import give_up, push, reasons, wait_quiet
 
 
-class World(test_mooncake_wire.World):
+class World(mooncake_world.World):
     """A prefill and a decode worker, whose staging buffers are empty in the end."""
 
     def assert_books_closed(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import tempfile
@@ -10,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 # Not set at all, it leaves out of `SchedulerReqTimeStats` what is tested here.
 os.environ.setdefault("SGLANG_DISAGGREGATION_ENDED_REQUESTS", "0")
@@ -113,3 +115,35 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextM
             yield
 
     return without
+
+
+@pytest.fixture(params=["nixl", "mooncake"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each transfer backend."""
+    return request.param
+
+
+@pytest.fixture
+def wire_module(backend: str) -> ModuleType:
+    """`nixl_world` or `mooncake_world`."""
+    return importlib.import_module(f"{backend}_world")
+
+
+@pytest.fixture
+def make_wire(wire_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes a prefill and a decode worker on the wire, of the sizes that it is given."""
+    made: list[Any] = []
+
+    def make(**sizes: Any) -> Any:
+        made.append(wire_module.World(monkeypatch, **sizes))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+@pytest.fixture
+def wire(make_wire: Callable[..., Any]) -> Any:
+    """One rank of each."""
+    return make_wire()

@@ -536,3 +536,28 @@ def sent(requests: list[DecodeRequest]) -> int:
 
 def aborted(req: Req) -> bool:
     return isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def tokens(start: int, n: int) -> list[int]:
+    """A prompt that shares no prefix with one of another ``start``; a token fits a byte, for `kv_of`."""
+    return [1 + (start * 31 + i * 7) % 250 for i in range(n)]
+
+
+def serve(world: World, prompt: list[int], **options: Any) -> DecodeRequest:
+    """Bring a request to where it runs."""
+    decode_req = world.arrive(prompt, **options)
+    world.handshake(decode_req)
+    world.step()
+    assert decode_req.kv_receiver.asked
+    world.complete(decode_req)
+    assert decode_req.req in world.step()
+    world.check()
+    return decode_req
+
+
+def serve_to_end(world: World, prompt: list[int], **options: Any) -> Req:
+    """A request from its arrival to its end; its prompt is in the tree then."""
+    req = serve(world, prompt, **options).req
+    world.finish(req)
+    world.check()
+    return req

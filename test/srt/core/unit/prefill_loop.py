@@ -1,4 +1,4 @@
-"""The engine's loops of a prefill worker as they are, on one or several TP ranks, over the wire of `test_nixl_wire`.
+"""The engine's loops of a prefill worker as they are, on one or several TP ranks, over the wire of `nixl_world`.
 
 The scheduler's methods, queues, tree, pools, managers and senders are the real ones. Stand-ins are the model, which
 computes nothing, and what goes between TP ranks: threads meet where processes would.
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import nixl_world as nixl_wire
 import pytest
-import test_nixl_wire as nixl_wire
 import torch
 import zmq
 from decode_worker import make_allocator

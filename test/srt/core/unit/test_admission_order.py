@@ -8,14 +8,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from decode_world import World, asked, queue, sent
+from decode_world import World, asked, queue, sent, serve, serve_to_end, tokens
+from ranked_world import Rank
 from ranks import assert_same
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
 from sglang.srt.disaggregation.decode_radix.admission import Admission
 from sglang.srt.disaggregation.decode_radix.policy import AdmissionPolicy
 from sglang.srt.disaggregation.decode_radix.schedule import Schedule
 from sglang.srt.disaggregation.decode_radix.tp_agreement import CANDIDATES
-from test_traps import Rank, serve, serve_to_end, tokens
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.disaggregation.decode_radix.commit import note_transfer
 from sglang.srt.disaggregation.decode_radix.hooks import NO_EVENTS
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.entrypoints.openai.utils import process_hidden_states_from_ret
+from sglang.srt.entrypoints.openai.utils import process_cached_tokens_details_from_ret, process_hidden_states_from_ret
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -81,3 +81,11 @@ def test_hidden_states_are_their_own_tokens(tokens, said):
     assert req.hidden_states == [[], *([float(n)] for n in range(2, tokens + 1))]
     ret = {"meta_info": {"hidden_states": req.hidden_states}}
     assert process_hidden_states_from_ret(ret, SimpleNamespace(return_hidden_states=True)) == said
+
+
+def test_openais_endpoints_hand_on_what_prefill_held_alone():
+    """As docs/reference.md says of ``sglext.cached_tokens_details``."""
+    details = {"device": 0, "host": 0, "decode_prefix": 960, "transferred": 40}
+    asked = SimpleNamespace(return_cached_tokens_details=True)
+    said = process_cached_tokens_details_from_ret({"meta_info": {"cached_tokens_details": details}}, asked)
+    assert said.model_dump() == {"device": 0, "host": 0}

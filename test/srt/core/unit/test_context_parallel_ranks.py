@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import mooncake_world as mooncake
+import nixl_world as nixl
 import numpy as np
 import pytest
 import requests
-import test_mooncake_wire as mooncake
-import test_nixl_wire as nixl
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base import KVPoll
 

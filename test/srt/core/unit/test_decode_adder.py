@@ -5,12 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from decode_world import World, aborted, queue
-from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.decode_radix.admission import Added, DecodeAdder
 from sglang.srt.disaggregation.decode_radix.budget import AdmissionPlan, Budget, Memory, Uses
-from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.policy import QueueEntry
 from sglang.srt.mem_cache.prefix_reader import NOTHING
 from test_traps import tokens
@@ -55,37 +52,6 @@ def test_an_eviction_beyond_what_nobody_waits_for_ends_the_step_of_several_ranks
     step = Step(available=9, evictable=11)
     assert [step.add(0, 10), step.add(1, 10), step.add(2, 1)] == [Added.YES, Added.YES, Added.LAST]
     assert Step(available=9).add(0, 10) is Added.YES
-
-
-@pytest.fixture
-def phases(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Phase]]:
-    """By request, the phases into which it has come."""
-    seen: dict[str, list[Phase]] = {}
-    advance = DecodeRequest.advance
-
-    def note(decode_req: DecodeRequest, phase: Phase) -> None:
-        assert phase is not decode_req.phase
-        seen.setdefault(decode_req.req.rid, [decode_req.phase]).append(phase)
-        advance(decode_req, phase)
-
-    monkeypatch.setattr(DecodeRequest, "advance", note)
-    return seen
-
-
-def test_an_admission_that_fails_asks_nobody(phases: dict[str, list[Phase]], monkeypatch: pytest.MonkeyPatch):
-    world = World()
-    (one,) = queue(world, tokens(1, 9))
-    monkeypatch.setattr(world.meta_alloc, "alloc", lambda *args: 1 / 0)
-    world.step()
-    one.kv_receiver.quiet = True
-    for _ in range(2):
-        world.step()
-    expected = [Phase.HANDSHAKE, Phase.READY, Phase.ADMITTED, Phase.QUARANTINED, Phase.RELEASED]
-    assert phases == {one.req.rid: expected}
-    world.check()
-
-
-# ---- phases ----
 
 
 def test_one_whose_pages_cannot_be_found_costs_nobody_else_its_answer(monkeypatch):

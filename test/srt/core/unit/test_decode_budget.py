@@ -13,16 +13,13 @@ from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.decode_radix.budget import (
     AdmissionPlan,
     Budget,
-    Lengths,
     Memory,
     Uses,
-    uses_of,
 )
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.prefix_reader import PrefixPeek
 from sglang.srt.mem_cache.state_kind import Kept, Need
-from sglang.srt.sampling.sampling_params import SamplingParams
 from test_traps import serve, tokens
 
 
@@ -59,22 +56,6 @@ def test_what_a_request_holds_it_need_not_be_given():
     # Two such: what one holds alone the other can have.
     two = budget(Memory(0), [*running, Use(200, 0, 210)], in_tree=400)
     assert brings(two) == (604, 704 - 604)
-
-
-def test_what_requests_have_of_the_pool_in_whole_pages():
-    def req(prompt: int, answer: int, held: int, shared: int) -> Req:
-        params = SamplingParams(max_new_tokens=answer)
-        made = Req("r", "", [1] * prompt, params)
-        made.kv_allocated_len, made.cache_protected_len = held, shared
-        return made
-
-    def reqs() -> list[Req]:
-        return [req(30, 8, 31, 16), req(32, 64, 33, 32), req(7, 500, 8, 0)]
-
-    asked, lengths = reqs(), Lengths(page_size=16, most_new_tokens=100)
-    assert uses_of(asked, lengths) == uses_of(asked, lengths) == Uses([32, 48, 16], 96 - 48, [48, 96, 112])
-    assert uses_of(reqs(), Lengths(1, 100)) == Uses([31, 33, 8], 72 - 48, [38, 96, 107])
-    assert uses_of([], lengths) == Uses([], 0, [])
 
 
 def found(length: int, evictable: int) -> PrefixPeek:
@@ -118,28 +99,6 @@ def test_what_an_admission_needs_figure_by_figure():
     made.free = made.needs(plan).plus(Memory(3, 2))
     assert made.covers(plan, Memory(3, 2))
     assert not made.covers(plan, Memory(4, 2)) and not made.covers(plan, Memory(3, 3))
-
-
-def test_what_is_admitted_in_a_step_counts_for_the_next_in_it():
-    made = shared_budget()
-    plan = AdmissionPlan(found(48, 40), 20, 24, 320, Need(8, 12, 30))
-    made.admit(plan, ahead=4)
-    assert (made.locked, *brings(made), made.coming, made.ahead) == (8, 102, 158, 300, 10)
-    assert made.free == Memory(1000 - 20 - 40, 100 - 8) and made.available == 1000 - 20
-    assert made.needs(plan).beside == 12 + 6
-    small = AdmissionPlan(found(0, 0), 16, 20, 24)
-    # What is left for the first is more than the second could need itself.
-    assert made.needs(small).kv == 16 + (300 - 102) + 7
-    made.admit(small, ahead=4)
-    assert (made.locked, *brings(made), made.coming, made.ahead) == (8, 102, 158, 300, 14)
-    assert made.free == Memory(1000 - 20 - 40 - 16, 100 - 8) and made.available == 1000 - 36
-    # More than decodes in the tree may be locked: a retraction then brings nothing of it, and not less than that.
-    made.admit(AdmissionPlan(found(80, 0), 4, 8, 8), ahead=0)
-    assert made.locked == 88 and brings(made) == (50, 160)
-
-
-def test_who_is_on_its_way_counts_by_what_it_lacks():
-    assert together([Use(40, 0, 90), Use(80, 16, 96)]).lacks() == 50 and together([]).lacks() == 0
 
 
 USES = st.builds(

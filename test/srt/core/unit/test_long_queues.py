@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from decode_world import World, queue
+from decode_world import World, queue, serve, tokens
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL
 from sglang.srt.disaggregation.decode_radix.phase import Phase
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
-from test_traps import tokens
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("place", [0, 150, 191, 193, 250, 399])
@@ -46,3 +48,72 @@ def test_each_handshake_has_its_turn(length: int, retracted: bool):
     for _ in range(rounds * (ABORT_INTERVAL if retracted else 1)):
         world.queue.pop_preallocated()
     assert len(looked) == length
+
+
+def test_a_retracted_request_waits_for_a_row_as_for_memory():
+    world = World(size=96, max_reqs=2)
+    first, second = (serve(world, tokens(n, 9), max_new=4).req for n in (1, 2))
+    world.retract(second)
+    rows, world.pool.free_slots = world.pool.free_slots, []
+    for _ in range(3):
+        assert world.step() == [] and world.queue.retracted_queue == [second] and second.finished_reason is None
+    world.pool.free_slots = rows
+    assert world.step() == [second] and world.running == [first, second]
+    world.check()
+
+
+def test_a_second_live_request_of_one_room_is_refused():
+    """In the engine one ends the other's books, and then the scheduler."""
+    world = World()
+    first = world.arrive(tokens(1, 9))
+    second = Req("second", "", tokens(1, 9), SamplingParams(), bootstrap_host="10.0.0.1", bootstrap_room=1)
+
+    def refused() -> bool:
+        world.queue.add(second)
+        return world.streamed[-1:] == [second] and "a room of its own" in second.finished_reason.message
+
+    assert refused(), "while the first waits for memory"
+    world.handshake(first)
+    world.step()
+    assert refused(), "while its KV is in transfer"
+    first.kv_receiver.abort()
+    world.step()
+    assert world.transfer.quarantine == [first]
+    assert refused(), "while its KV may still be written"
+    assert [dr.req for dr in world.queue.queue] == []
+    first.kv_receiver.quiet = True
+    world.step()
+    world.check()
+
+
+def test_what_a_buffer_held_before_is_not_taken_for_another_requests():
+    """The room of its last user: metadata that has not come yet would read as another's."""
+    world = World(size=64, page_size=4)
+    world.meta.bootstrap_room[:] = 99
+    decode_req = world.arrive(tokens(1, 22))
+    world.handshake(decode_req)
+    world.step()
+    receiver = decode_req.kv_receiver
+    assert world.meta.bootstrap_room[receiver.aux_index, 0] == 0 == receiver.metadata_room()
+    assert (world.meta.bootstrap_room == 99).any()
+
+
+def test_failures_are_told_when_what_they_held_has_been_given_back():
+    """A DP controller hears of a rank's load with its outputs, and those may be the last for long."""
+    one = World(size=256, page_size=4)
+    reqs = [one.arrive(tokens(start, 40)) for start in (1, 100, 200)]
+    for decode_req in reqs:
+        one.handshake(decode_req)
+    one.step()
+    told = []
+
+    def stream_output(ended, *args, **kwargs) -> None:
+        told.append((len(one.transfer.queue), one.allocator.available_size()))
+
+    one.scheduler.stream_output = stream_output
+    for decode_req in reqs:
+        decode_req.kv_receiver.state = KVPoll.Failed
+    # Nobody writes for the first any more; the others wait in quarantine.
+    reqs[0].kv_receiver.quiet = True
+    one.step()
+    assert [queued for queued, _ in told] == [0, 0, 0]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from mooncake_world import World
 from sglang.srt.disaggregation.base import KVPoll
-from test_mooncake_wire import World
 
 NAMES = "BackendType EngineDesc IOEngine IOEngineConfig MemoryDesc MemoryLocationType PollCqMode RdmaBackendConfig"
 

@@ -14,7 +14,7 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefill_front import bootstrap_server, peers_of
-from sglang.srt.disaggregation.common import bootstrap_routes, conn, prefill_peers
+from sglang.srt.disaggregation.common import conn, prefill_peers
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, NotTrusted, PrefillPeers, parse_capabilities
 from sglang.srt.disaggregation.decode_radix.prefix import DECODE_PREFIX_ROUTE, DECODE_PREFIX_VERSION
@@ -46,11 +46,6 @@ def ask(status: int, body: Any) -> tuple[int | None, list[Capabilities]]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def test_a_prefill_that_understands_it():
-    version, [found] = ask(200, {"version": DECODE_PREFIX_VERSION})
-    assert version == DECODE_PREFIX_VERSION and found.takes_prefix
 
 
 def test_what_prefill_says_for_extras_is_noted():
@@ -230,15 +225,6 @@ def test_a_front_says_the_time_outs_of_its_ranks(monkeypatch, first, bare):
         assert (answer["waiting_timeout"], answer["bootstrap_timeout"]) == ((70, 80) if bare else (300, 20))
 
 
-@pytest.mark.parametrize("said", [None, "300", True, 0, -1, 1.5, []])
-def test_a_time_out_that_is_none_counts_for_nothing(said):
-    ranks = bootstrap_routes.RegisteredRanks()
-    place = {"attn_dp_rank": 0, "system_dp_size": 1, "attn_cp_rank": 0, "pp_rank": 0, "rank_ip": "h", "rank_port": 1}
-    for rank, seconds in enumerate((said, 200, 100)):
-        ranks.note({**place, "attn_tp_rank": rank, "waiting_timeout": seconds, "bootstrap_timeout": seconds})
-    assert ranks.timeouts() == {"waiting_timeout": 200, "bootstrap_timeout": 100}
-
-
 def test_another_secret_is_said_at_once():
     with pytest.raises(NotTrusted, match="not our secret"):
         ask(401, b"not our secret")
@@ -373,21 +359,6 @@ def test_an_address_that_a_request_waits_for_is_not_forgotten(monkeypatch):
     assert all(world.asked.count(addr) == 4 for addr in waited_for)
     why = {addr: world.peers.why_unreached(addr, since) for addr in waited_for}
     assert all("cannot be used" in why[addr] for addr in waited_for if addr.endswith("5"))
-
-
-def test_an_address_that_is_being_asked_is_not_forgotten(monkeypatch):
-    """What comes of it would stay for good."""
-    world = Strangers(monkeypatch)
-    world.holds.add("127.0.0.2:5")
-    world.query("127.0.0.2:5")
-    for port in range(1, 40):
-        world.clock.now += prefill_peers.FORGOTTEN_S
-        world.query(f"127.0.0.3:{port}")
-        if port == 20:
-            world.held.pop()()
-            assert "127.0.0.2:5" in world.peers._unusable
-    assert "127.0.0.2:5" not in world.peers._unusable
-    assert max(world.books.values()) <= prefill_peers.MOST_ASKED, world.books
 
 
 def test_what_a_prefill_can_do_is_known_for_as_long_as_it_is(monkeypatch):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import test_mooncake_wire as mooncake_wire
-import test_nixl_wire as nixl_wire
+import wire_ends
 from engine_classes import engine_class
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
@@ -77,28 +76,16 @@ class Pair:
         request.wait_receivers(KVPoll.Success)
 
 
-@pytest.fixture(params=[nixl_wire, mooncake_wire], ids=["nixl", "mooncake"])
-def make(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
-    made: list[Pair] = []
-
-    def build(page_size: int = 4, **sizes: int) -> Pair:
-        if request.param is mooncake_wire:
-            sizes["page_size"] = page_size
-        monkeypatch.setattr(nixl_wire, "PAGE", page_size)
-        made.append(Pair(monkeypatch, request.param.World(monkeypatch, **sizes)))
-        return made[0]
-
-    yield build
-    for pair in made:
-        if hasattr(pair.world, "close"):
-            pair.world.close()
+@pytest.fixture
+def make(make_wire: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pair]:
+    return lambda page_size=4, **sizes: Pair(monkeypatch, make_wire(page_size=page_size, **sizes))
 
 
 def reasons(request: Any) -> list[str]:
     """Why ``request`` has failed, of each rank of both workers."""
     request.wait_senders(KVPoll.Failed)
     request.wait_receivers(KVPoll.Failed)
-    return mooncake_wire.reasons([*request.senders, *request.receivers])
+    return wire_ends.reasons([*request.senders, *request.receivers])
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from decode_world import World, queue
+from decode_world import World, queue, serve_to_end, tokens
+from ranked_world import Rank
 from ranks import assert_same
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.tp_agreement import DISAGREEMENTS
-from test_traps import Rank, serve_to_end, tokens
 
 from sglang_pd_radix.patching import loader
 
@@ -100,3 +101,19 @@ def test_ranks_of_other_extras_do_not_start(pair):
     """An extra may begin a collective when the worker starts: in gloo, ranks of two lists aborted."""
     (message,) = assert_same(pair.run(with_extras_of_its_own))
     assert "SGLANG_PD_RADIX_EXTRAS" in message
+
+
+def test_one_rank_alone_reduces_nothing(monkeypatch):
+    """Each reduction waits for a thread of gloo's: on a busy host that took up to 1.6 s in the middle of a step."""
+    world = World(size=256)
+    assert world.queue.ranks.size == 1
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: pytest.fail("there is nobody to reduce with"))
+    serve_to_end(world, tokens(1, 40))
+    assert serve_to_end(world, tokens(1, 40)).decode_prefix_len > 0
+    failing = world.arrive(tokens(2, 40))
+    world.handshake(failing)
+    world.step()
+    failing.kv_receiver.state = KVPoll.Failed
+    world.step()
+    assert not world.transfer.queue
+    world.check()

@@ -19,42 +19,6 @@ def sender(room: int, *polls: KVPoll) -> SimpleNamespace:
     return SimpleNamespace(bootstrap_room=room, poll=lambda: next(answers))
 
 
-def test_a_room_lives_ends_and_may_be_used_again() -> None:
-    rooms = Rooms()
-    first, second = object(), object()
-    assert rooms.begin(1, first)
-    assert rooms.live == {1: first} and 1 not in rooms.ended
-    assert not rooms.begin(1, second) and rooms.holder(1) is first and rooms.live == {1: first}
-    rooms.end(1)
-    assert not rooms.live and rooms.ended == {1: None}
-    rooms.begin(1, second)
-    assert rooms.live == {1: second} and 1 not in rooms.ended
-    rooms.end(1, "its prefill was lost")
-    assert rooms.ended.get(1) == "its prefill was lost"
-
-
-def test_what_is_posted_keeps_its_room_until_it_is_written() -> None:
-    rooms = Rooms()
-    first, second = SimpleNamespace(is_writing=lambda: writes), object()
-    rooms.begin(1, first)
-    rooms.end(1, posted=True)
-    writes = True
-    assert not rooms.begin(1, second) and not rooms.live
-    rooms.written(1, second)
-    assert rooms.writing == {1: first}
-    writes = False
-    assert rooms.begin(1, second) and rooms.live == {1: second}
-    rooms.written(1, first)
-    assert not rooms.writing
-
-
-def test_a_refusal_waits_for_its_sender() -> None:
-    rooms = Rooms()
-    rooms.refuse(1, "no such agent")
-    rooms.begin(1, object())
-    assert rooms.refused == {1: "no such agent"}
-
-
 @pytest.mark.parametrize("given_up", [GIVEN_UP, f"refused decode's request for KV: {GIVEN_UP}"])
 def test_that_decode_gives_a_room_up_hides_no_reason_for_it(given_up: str) -> None:
     rooms = Rooms()
@@ -78,30 +42,6 @@ def test_nothing_is_kept_of_a_refusal_that_nobody_will_read() -> None:
     rooms.end(2)
     rooms.refuse(2, "bad")
     assert rooms.refused.get(2) == "bad"
-
-
-@pytest.mark.parametrize("end", [KVPoll.Success, KVPoll.Failed])
-def test_what_decode_gives_up_is_polled_until_it_ends(end: KVPoll) -> None:
-    rooms = Rooms()
-    rooms.begin(1, sender(1, KVPoll.WaitingForInput, end))
-    rooms.give_up(1)
-    assert rooms.refused == {1: GIVEN_UP}
-    rooms.settle()
-    assert len(rooms.given_up) == 1, "some of it is being written"
-    rooms.settle()
-    assert not rooms.given_up
-    # A sender that fails reads why; one that had sent everything has nothing to read.
-    assert rooms.refused == ({} if end == KVPoll.Success else {1: GIVEN_UP})
-
-
-def test_one_that_goes_on_does_not_keep_the_others_from_being_asked() -> None:
-    rooms = Rooms()
-    rooms.begin(1, sender(1, KVPoll.Transferring))
-    rooms.begin(2, sender(2, KVPoll.Failed))
-    rooms.give_up(1)
-    rooms.give_up(2)
-    rooms.settle()
-    assert [given_up.bootstrap_room for given_up in rooms.given_up] == [1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["end", "fail", "refuse", "begin"]), st.integers(0, 9))))

@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import nixl_world
 import numpy as np
 import pytest
-import test_mooncake_wire as mooncake_wire
-import test_nixl_wire as nixl_wire
 from engine_classes import engine_class
 from prefill_front import peers_of
 from sglang.srt.disaggregation.base import KVPoll
@@ -26,14 +25,6 @@ LONG_S = 20
 IN_BACKGROUND = prefill_peers.in_background
 
 
-@pytest.fixture(params=["nixl", "mooncake"])
-def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made = (nixl_wire if request.param == "nixl" else mooncake_wire).World(monkeypatch)
-    yield made
-    if request.param == "mooncake":
-        made.close()
-
-
 @pytest.fixture
 def deaf() -> Iterator[int]:
     """A port at which a worker stands still: connections come about, and nobody reads."""
@@ -42,6 +33,11 @@ def deaf() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(10)
         yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def world(wire: Any) -> Any:
+    return wire
 
 
 def in_time(work: Callable[[], Any]) -> None:
@@ -118,7 +114,7 @@ def test_no_message_to_a_prefill_that_reads_nothing_is_waited_for(world: Any, de
 
 def test_a_request_that_one_prefill_rank_does_not_take_is_ended_by_all(monkeypatch, deaf: int) -> None:
     """Over NIXL the rank that was asked answered, and the other, which was not, never did: 300 s of quarantine."""
-    world = nixl_wire.World(monkeypatch, prefill_tp=2)
+    world = nixl_world.World(monkeypatch, prefill_tp=2)
     request = world.request(1).start_prefill().start_decode()
     (receiver,) = request.receivers
     receiver.fenced = True
@@ -182,9 +178,7 @@ class Gate:
 
 def begin(world: Any, room: int) -> Any:
     """A request whose handshake has begun."""
-    module = nixl_wire if isinstance(world, nixl_wire.World) else mooncake_wire
-    receiver_type = module.NixlKVReceiver if module is nixl_wire else module.MooncakeKVReceiver
-    receiver = receiver_type(world.decode[0].manager, getattr(world, "addr", nixl_wire.ADDR), room)
+    receiver = world.request_type.receiver_type(world.decode[0].manager, world.addr, room)
     in_time(lambda: receiver.init(0))
     return receiver
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_mooncake_wire
-import test_nixl_wire
+from mooncake_world import World
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_routes import RegisteredRanks, capabilities
 from sglang.srt.disaggregation.common.delta_receiver import DeltaReceiver
@@ -19,8 +18,6 @@ from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from waiting import until
-
-WORLDS = {"nixl": test_nixl_wire.World, "mooncake": test_mooncake_wire.World}
 
 
 def shaken_hands(world: Any) -> None:
@@ -49,11 +46,10 @@ def given_up(world: Any, why: str) -> tuple[Any, Any]:
     return request, receiver
 
 
-@pytest.mark.parametrize("backend", WORLDS)
-def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.MonkeyPatch, backend: str):
+def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.MonkeyPatch, make_wire):
     """Decode gives up after 30 s and cannot say so: others had its pages at 60 s, and prefill wrote until 300 s."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
-    world: Any = WORLDS[backend](monkeypatch)
+    world: Any = make_wire()
     monkeypatch.delenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
     request, receiver = given_up(world, "timed out")
     given_up_at = receiver.state.given_up_at
@@ -64,13 +60,12 @@ def test_pages_are_kept_for_as_long_as_prefill_may_write(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("other", [Capabilities(version=1, waiting_timeout=30), Capabilities()], ids=["30 s", "404"])
-@pytest.mark.parametrize("backend", WORLDS)
 def test_pages_are_kept_for_as_long_where_another_prefill_has_its_address(
-    monkeypatch: pytest.MonkeyPatch, backend: str, other: Capabilities
+    monkeypatch: pytest.MonkeyPatch, make_wire, other: Capabilities
 ):
     """What is said there by then is not said of the one that was asked, which stood still and may go on."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
-    world: Any = WORLDS[backend](monkeypatch)
+    world: Any = make_wire()
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "600")
     _, receiver = given_up(world, "its prefill is lost")
     world.decode[0].manager.prefills.capabilities[receiver.bootstrap_addr] = other
@@ -80,9 +75,9 @@ def test_pages_are_kept_for_as_long_where_another_prefill_has_its_address(
         assert receiver.writers_done() == done
 
 
-def test_pages_are_kept_for_as_long_where_an_error_hides_whether_prefill_writes(monkeypatch: pytest.MonkeyPatch):
+def test_pages_are_kept_for_as_long_where_an_error_hides_whether_prefill_writes(monkeypatch, make_wire):
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30")
-    world: Any = test_nixl_wire.World(monkeypatch)
+    world: Any = make_wire()
     monkeypatch.delenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
     shaken_hands(world)
     (receiver,) = world.request(1).start_decode().receivers
@@ -104,7 +99,7 @@ def test_decode_may_register_while_a_prefill_over_mooncake_still_starts(
 
     name: of what the engine does after its thread has started, or before; what has come by then is read at once.
     """
-    world = test_mooncake_wire.World(monkeypatch)
+    world = World(monkeypatch)
     decode = world.decode[0].manager
     # Its predecessor at this address is lost.
     decode._handle_node_failure(world.addr)
