@@ -94,22 +94,6 @@ def test_nobody_is_refused_who_can_be_in_time(clock, load, burst):
     assert loaded.run(800, load, burst) == pytest.approx(load, rel=0.07) and not loaded.refused
 
 
-def test_a_burst_after_little_to_do_is_not_judged_by_that(clock):
-    """One request per second had its first token after half a second: a hundred may have theirs as fast."""
-    refusal = TtftRefusal(TtftTarget(TARGET_S))
-    for arrival in range(RECENT):
-        refusal.joined(arrival, 0)
-        refusal.admitted(arrival)
-        clock.now += 0.5
-        refusal.first_token()
-        refusal.left(arrival)
-        clock.now += 0.5
-    refusal.take(refusal.own())
-    for arrival in range(1000, 1100):
-        assert refusal.refuses(0) is None
-        refusal.joined(arrival, 0)
-
-
 def test_one_long_prompt_is_not_the_pace_of_those_behind_it(clock):
     refusal = TtftRefusal(TtftTarget(0.5))
     for arrival in range(RECENT):
@@ -166,21 +150,6 @@ def test_those_count_whose_kv_waits_for_a_place_to_decode(clock):
     assert refusal.expected_s(0) == pytest.approx(1.5 * 10 * 0.1)
     overloaded(refusal, clock, 10, 0.1)
     assert refusal.expected_s(0) == pytest.approx((10 + 10 + 5 + 1) * 0.1)
-
-
-def test_many_first_tokens_of_one_step(clock):
-    """Most of them come at once: that is not the time of each."""
-    refusal = TtftRefusal(TtftTarget(TARGET_S))
-    for step in range(20):
-        for arrival in range(16 * step, 16 * step + 16):
-            refusal.joined(arrival, 0)
-            refusal.admitted(arrival)
-        clock.now += 0.8
-        for arrival in range(16 * step, 16 * step + 16):
-            refusal.first_token()
-            refusal.left(arrival)
-    pace_us, _ = refusal.own()
-    assert pace_us == pytest.approx(0.8e6 / 16, rel=0.01)
 
 
 def test_when_to_come_again(clock):
