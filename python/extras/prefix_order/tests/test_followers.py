@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.prefix_policy import (
     PrefixEntry,
     PrefixPolicy,
     Transfers,
+    Turns,
     WaitLimit,
     admission_order,
 )
@@ -449,6 +450,26 @@ def test_no_more_than_half_of_what_is_free_is_kept_for_those_who_follow():
     for _ in range(80):
         step.adder.wait(lambda: Memory(30))
     assert step.add(1, 51) is Added.NO_MEMORY and step.add(1, 50) is Added.YES
+
+
+def test_out_of_turn_as_often_as_the_slack_allows():
+    first, *others = waiting = [PrefixEntry(n, 0, "prefill") for n in range(4)]
+    turns = Turns(PrefixPolicy(World(size=64).tree, True, 2), waiting)
+    # Two go before the first one, the third may not; then it is the turn of that.
+    assert [turns.take(one) for one in others] == [True, True, False]
+    assert turns.take(first)
+
+
+def test_nobody_waits_when_nothing_is_on_its_way():
+    world = World(size=256)
+    leader, follower = queue(world, tokens(1, 40), tokens(1, 40) + tokens(2, 8))
+    world.step()
+    rules, waits = world.queue.policy, follower.entry
+    assert rules.may_follow and waits.leader is not None
+    rules.leave(leader.entry)
+    assert not rules.may_follow
+    rules.stop_following([waits])
+    assert waits.leader is None and waits.coming == 0
 
 
 def test_nobody_is_overtaken_more_often_than_the_bound():

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.disaggregation.itl_gate import ItlGate
+from sglang.srt.disaggregation.itl_gate import UNKNOWN_ANSWER, ItlGate, Load
+from sglang.srt.disaggregation.step_time import Estimate
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from test_itl_target import batch, estimate, made, plan, req
 
 MS = 1e-3
 ENDED = FINISH_LENGTH(0)
@@ -202,3 +204,25 @@ def test_the_gauge_says_at_once_that_nobody_is_held_any_more():
     for rid, waiting in (("x", 3), ("x", 3), (None, 3), (None, 0)):
         gate.tell_held(rid, lambda waiting=waiting: waiting)
     assert written == [3, 0]
+
+
+def test_how_long_it_takes_until_a_request_decodes():
+    gate = made(10)
+    quick, slow = req(10), req(10)
+    load = Load()
+    for one in (quick, slow):
+        assert gate.add(load, plan(10), one)
+    others = [req(10)]
+    for step in range(30):
+        joined = [quick] * (step >= 3) + [slow] * (step >= 20)
+        gate.note_step(batch([*others, *joined]), SimpleNamespace(), step / 100)
+    assert list(gate._delays) == [3, 20] and not gate._admitted
+    assert Estimate.of(gate.own()).delay == 3
+
+
+def test_how_much_a_request_grows():
+    gate = made(10, estimate(answer=100))
+    growths = [gate._growth(req(10, done, most=500)) for done in (0, 40, 99, 300)]
+    assert growths == [100, 60, 25, 25]
+    assert [gate._growth(req(10, done, most=30)) for done in (0, 30, 31)] == [30, 0, 0]
+    assert [made(10)._growth(req(10, done, most=5000)) for done in (0, 400)] == [UNKNOWN_ANSWER] * 2

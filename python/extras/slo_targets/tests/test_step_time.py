@@ -70,6 +70,16 @@ def test_a_machine_that_becomes_slower_is_noticed_and_a_better_day_too():
         assert said(times, 60, 90000) == pytest.approx(factor * true_seconds(parts, 60, 90000), rel=0.25)
 
 
+def test_what_requests_waited_for_counts_with_their_next_step():
+    times = StepTimes()
+    assert times.waits() == 1.0
+    for n in range(2 * SEEN):
+        times.note(8, 8000, 10 * MS, waited=0 if n % 2 else 5 * MS)
+    assert said(times, 8, 8000) == pytest.approx(10 * MS, rel=0.01) and times.waits() == pytest.approx(1.25, rel=0.01)
+    assert times.seconds() == pytest.approx(12.5 * MS, rel=0.05)
+    assert times.seconds_explained() == pytest.approx(12.5 * MS, rel=0.01)
+
+
 def test_a_pause_counts_as_some_steps_and_is_forgotten():
     times = StepTimes()
     for _ in range(SEEN):

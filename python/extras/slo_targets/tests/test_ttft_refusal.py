@@ -152,6 +152,21 @@ def test_those_count_whose_kv_waits_for_a_place_to_decode(clock):
     assert refusal.expected_s(0) == pytest.approx((10 + 10 + 5 + 1) * 0.1)
 
 
+def test_many_first_tokens_of_one_step(clock):
+    """Most of them come at once: that is not the time of each."""
+    refusal = TtftRefusal(TtftTarget(TARGET_S))
+    for step in range(20):
+        for arrival in range(16 * step, 16 * step + 16):
+            refusal.joined(arrival, 0)
+            refusal.admitted(arrival)
+        clock.now += 0.8
+        for arrival in range(16 * step, 16 * step + 16):
+            refusal.first_token()
+            refusal.left(arrival)
+    pace_us, _ = refusal.own()
+    assert pace_us == pytest.approx(0.8e6 / 16, rel=0.01)
+
+
 def test_when_to_come_again(clock):
     refusal = TtftRefusal(TtftTarget(TARGET_S))
     overloaded(refusal, clock, 60, 0.1)
