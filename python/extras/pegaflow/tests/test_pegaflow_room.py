@@ -51,6 +51,11 @@ class PegaFlowWorld(World):
         self.tree.advance()
         return super().step()
 
+    def save_all(self):
+        while self.tree.busy:
+            self.session.end_saves()
+            self.step()
+
     def bring(self, prompt, **options):
         """A request whose KV has come."""
         decode_req = self.arrive(prompt, **options)
@@ -179,9 +184,7 @@ def test_a_step_looks_at_a_bounded_part_of_what_waits(monkeypatch):
     """Prompts are compared with the tree, which takes its time; hundreds may wait for room. Each has its turn."""
     one = PegaFlowWorld()
     running = one.bring(list(range(88)), max_new=40)
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
     # Two requests' worth.
     monkeypatch.setattr(prefetches, "COMPARED", 1 << 11, raising=False)
     prompts = [[n] * 4 + list(range(16)) for n in range(1000, 1006)]
@@ -236,9 +239,7 @@ def test_both_parts_of_a_node_whose_save_failed_are_saved_again():
     assert {node.saved for node in one._nodes()} == {None}
     one.bring(list(range(28)), max_new=2)
     one.bring(list(range(20)) + list(range(100, 116)), max_new=2)
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
     assert hashes_of(one.tree, list(range(28))) <= one.session.store
     assert hashes_of(one.tree, list(range(20)) + list(range(100, 116))) <= one.session.store
 
@@ -250,9 +251,7 @@ def test_what_the_server_has_lost_is_saved_again(lost):
     prompt = list(range(40))
     one.bring(prompt + [1] * 4, max_new=2)
     one.decode()
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
     # What has just been saved may not be found yet.
     one.step()
     gone = hashes_of(one.tree, prompt)
@@ -272,9 +271,7 @@ def test_no_answer_says_nothing():
     """Of a server that is gone; what it has is saved again when it says that it has not."""
     one = PegaFlowWorld(size=512)
     one.bring(list(range(40)), max_new=2)
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
 
     def no_answer(lookup):
         lookup.failed, lookup.hits = True, 0

@@ -65,6 +65,13 @@ def make(monkeypatch) -> Iterator[Callable[..., World]]:
         world.close()
 
 
+def serve(world: World) -> None:
+    request = world.request(1, 30, 8).bootstrap().send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
+
+
 SIZES = [(1, 2), (2, 1), (4, 2), (1, 4)]
 
 
@@ -110,10 +117,7 @@ def test_requests_that_want_more_than_the_staging_buffer_take_turns(make, prefil
 
 def test_equal_sizes_and_decodes_without_the_flag_use_no_pieces(make) -> None:
     world = make(prefill_tp=2, decode_tp=2)
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+    serve(world)
     for rank in world.prefill:
         assert rank.library.descriptors == rank.manager.events.runs * 2 * LAYERS + 1
 
@@ -126,10 +130,7 @@ def test_a_worker_without_staging_buffers_gets_slices(make, side: str) -> None:
             rank.manager.enable_staging = False
         else:
             rank.manager.staging = None
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+    serve(world)
     assert world.prefill[0].library.descriptors > 2 * 22
 
 
@@ -227,10 +228,7 @@ def test_a_piece_that_cannot_be_made_fails_its_request_alone(monkeypatch, make) 
 
 def test_mla_has_no_staging_buffer_and_needs_none(make) -> None:
     world = make(prefill_tp=2, decode_tp=1, mla=True)
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+    serve(world)
     assert world.decode[0].manager.staging_offer is None
 
 
@@ -238,10 +236,7 @@ def test_staging_buffers_too_small_for_a_page_are_left_alone(make, caplog) -> No
     world = make(prefill_tp=1, decode_tp=2)
     for buffer in world.prefill[0].manager._staging_ctx.buffers:
         buffer.size_bytes = 100
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+    serve(world)
     # Once for each decode rank, not for each chunk.
     assert caplog.text.count("Staging buffers are too small") == 2
 
