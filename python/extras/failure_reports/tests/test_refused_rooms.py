@@ -6,13 +6,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from mooncake_world import World as MooncakeWorld
+from nixl_world import BAD, World
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.refusal import RefusedReq
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers.scheduler import Scheduler
-from test_mooncake_wire import World as MooncakeWorld
 from test_mori_sender import mori  # noqa: F401
-from test_nixl_wire import BAD, World, until
+from waiting import until
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from sglang.srt.disaggregation import local_steps
@@ -58,26 +57,6 @@ def test_who_decodes_on_another_rank_is_waited_for_as_here():
     # Nobody decodes anywhere.
     elsewhere.local.ranks.idle()
     assert elsewhere.next_step() == Policy.of("auto").step
-
-
-def seen_beside(watcher: Any, prompts: bool) -> None:
-    """200 steps, of which each fourth is as long as the ``prompts`` of another rank."""
-    now = 0.0
-    for n in range(200):
-        requests = 1 + n % 8
-        now += 0.004 + 0.0005 * max(requests, 4)
-        watcher.note_step(step(requests, [requests, 4]), SimpleNamespace(), now)
-        if prompts and n % 4 == 0:
-            now += 0.2
-            watcher.note_step(step(requests, [requests, 2048], prompts=True), SimpleNamespace(), now)
-
-
-def test_prompts_are_no_requests_of_a_step():
-    """The pace takes no step for as long as another rank's prompts made it."""
-    paces = [Bucket(lambda: 0.1) for _ in range(2)]
-    for pace, prompts in zip(paces, (False, True), strict=True):
-        seen_beside(pace, prompts)
-    assert paces[0].own() == paces[1].own() and paces[0].own()[1] > 0
 
 
 def test_ranks_that_step_together_share_what_the_others_lose():

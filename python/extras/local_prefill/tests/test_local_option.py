@@ -16,8 +16,9 @@ def test_short_remainders_of_prompts_are_computed_on_decode_unless_that_is_off(p
     parse(*DECODE, option, "off")
     # What YAML makes of it.
     assert parse(*DECODE, FLAG, option, "false").disaggregation_decode_local_prefill == "off"
-    with pytest.raises(ValueError, match="give off, auto or 1 token"):
-        parse(*DECODE, FLAG, option, "")
+    for wrong in ("", "0", "-1", "on", "1.5", "٣x"):
+        with pytest.raises(ValueError, match="give off, auto or 1 token or more"):
+            parse(*DECODE, FLAG, option, wrong)
     with pytest.raises(ValueError, match=f"{option} needs {FLAG}"):
         parse(*DECODE, option, "auto")
 

@@ -6,8 +6,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sglang.srt.disaggregation import local_policy
 from sglang.srt.disaggregation.local_policy import (
     AUTO,
@@ -19,7 +17,6 @@ from sglang.srt.disaggregation.local_policy import (
     ONE_IN_SLOW,
     SLOW,
     UNIT,
-    WORTH,
     Bucket,
     ShortTransfers,
 )
@@ -89,25 +86,6 @@ def test_where_prefill_is_slow_the_part_is_larger():
     assert sum(worker.taken) == pytest.approx(worker.decoded * 0.02 / ONE_IN_SLOW, rel=0.05)
 
 
-@given(cost=st.integers(1, 50), requests=st.integers(1, 200), steps=st.integers(1, 2), sharers=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
-def test_the_wait_is_until_the_bucket_is_no_longer_overdrawn(cost, requests, steps, sharers):
-    bucket = bucket_of(cost, 10**6)
-    bucket._sharers = sharers
-    bucket.decoded(0)
-    # Prefill is slow: the part is larger, and so is the bucket.
-    assert bucket.level == FULL * cost * UNIT * ONE_IN // ONE_IN_SLOW
-    while bucket.level >= 0:
-        assert bucket.wait(steps, requests) == 0
-        bucket.spend(steps)
-    wait = bucket.wait(steps, requests)
-    assert wait > 0
-    for _ in range(wait):
-        assert bucket.level < 0
-        bucket.decoded(requests)
-    assert bucket.level >= 0
-
-
 def test_what_prefill_does_sooner_is_prefills():
     bucket = bucket_of(3, prefill=10)
     assert bucket.wait(1, 8) == 0
@@ -128,19 +106,6 @@ def test_what_prefill_does_sooner_is_prefills():
     assert bucket.wait(1, 8) is None
 
 
-def test_what_all_that_decode_lose_counts_against_what_one_gains():
-    bucket = bucket_of(3, prefill=11)
-    assert bucket.wait(1, 2 * WORTH) == 0 and bucket.wait(1, 3 * WORTH) is None
-    assert bucket.wait(2, WORTH) is None, "two steps, of which others lose twice as much"
-
-
-def test_nothing_is_known_at_first():
-    bucket = Bucket()
-    assert bucket.own() == [0] * bucket.width
-    bucket.spend(1)
-    assert bucket.wait(2, 8) == 0 and bucket.level == 0
-
-
 def test_a_cost_that_is_believed_too_high_is_measured_again():
     """Or nothing would be computed here any more, and no sample would come."""
     bucket = bucket_of(40, prefill=15)
@@ -151,36 +116,6 @@ def test_a_cost_that_is_believed_too_high_is_measured_again():
             bucket.spend(1)
             taken.append(step)
     assert 1 <= len(taken) <= 3 and taken[0] == FORGOTTEN - 1
-
-
-def test_what_is_measured():
-    worker = Worker(8, prefill_s=0.25)
-    worker.note(DECODE, 1.0)  # the first has nothing before it
-    for _ in range(60):
-        worker.note(DECODE, 0.02)
-        worker.note(EXTEND, 0.05)
-    worker.note(EXTEND, 30.0)
-    worker.bucket.idle()
-    worker.note(DECODE, 50.0)
-    cost, prefill = worker.bucket.own()
-    # A pause counts as four samples of 32, and what passes while the loop is idle is no step's.
-    assert cost == pytest.approx(2500 * (31 + 4) / 32, abs=1) and prefill == 12_500
-
-
-def test_all_ranks_count_the_same():
-    first, other = Worker(16, 1.0), Worker(16, 1.0)
-    draws = random.Random(2)
-    for _ in range(2000):
-        first.note(draws.choice((DECODE, EXTEND)), draws.choice((0.01, 0.1)))
-        figures = first.bucket.own()
-        seen = []
-        for worker in (first, other):
-            worker.bucket.take(list(figures))
-            worker.bucket.decoded(16)
-            seen.append((worker.bucket.wait(1, 16), worker.bucket.level))
-            if seen[-1][0] is not None:
-                worker.bucket.spend(1)
-        assert seen[0] == seen[1]
 
 
 def test_only_what_prefill_does_now_counts(monkeypatch):
@@ -224,15 +159,6 @@ def test_the_loop_keeps_to_it(never_slow):
 def waits_here(tokens: int, due: int, **more: bool) -> LocalReq:
     req = SimpleNamespace(origin_input_ids=[1] * tokens, to_finish=None)
     return LocalReq(SimpleNamespace(req=req, kv_receiver=None), 4, due, agreed=True, **more)
-
-
-def test_a_request_waits_for_as_many_decode_steps_as_expected():
-    local = local_loop(4, SLOW_PREFILL).transfer.local
-    local.waiting = [waits_here(6, local.bucket.steps + 3)]
-    for _ in range(3):
-        assert not local.may_step(8)
-        local.bucket.decoded(8)
-    assert local.may_step(8)
 
 
 def test_nothing_that_is_not_due_begins_beside_what_has_begun():

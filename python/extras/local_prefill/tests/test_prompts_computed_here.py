@@ -15,7 +15,6 @@ from overlapped_loop import Loop, LoopEnds
 from sglang.srt.disaggregation import local_prefill
 from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.local_policy import AUTO, Policy
-from sglang.srt.disaggregation.room_notes import RoomNotes
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.computed_answers import COMPUTED_ROUTE, ComputedAnswers
 from sglang.srt.managers.io_struct import AbortReq, GetLoadReqInput
@@ -161,22 +160,6 @@ def test_a_full_hit_computes_the_last_page_anew_and_not_in_place():
     assert loop.extended == [("r1", 0, 8), ("r2", 4, 8)]
 
 
-def test_what_another_has_brought_meanwhile_is_not_computed_again():
-    """Two with the same remainder, admitted together: the second finds the pages of the first in the tree."""
-    prompt = [1] * 12
-    first = [*prompt, 2, 2, 1, 1, 2, 1, 1]
-
-    def both(loop: Loop) -> None:
-        loop.queue.policy.follow = False
-        for _ in range(2):
-            arrive(first, max_new=3)(loop)
-
-    loop = played({1: arrive(prompt, max_new=1), 6: both}, slice_tokens=40)
-    parts = [("r2", 12, 19), ("r3", 16, 19)]
-    assert [part for part in loop.extended if part[0] != "r1"] == parts
-    assert loop.extended_in[parts[0]] < loop.extended_in[parts[1]], "read by the step that writes it"
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_no_step_reads_what_it_writes(page_size: int):
     """Remainders that begin alike, for too few tokens to wait for each other; one that does not is in the same step."""
@@ -193,20 +176,6 @@ def test_no_step_reads_what_it_writes(page_size: int):
     assert parts["r3"][1] == 12 and parts["r5"][1] == 16
 
 
-def test_an_aborted_request_ends_when_its_slice_is_over():
-    from sglang.srt.managers.io_struct import AbortReq
-
-    loop = played(
-        {
-            1: arrive([1] * 8, max_new=20),
-            5: arrive([1] * 8 + [2] * 12, max_new=20),
-            7: lambda loop: loop.scheduler.abort_request(AbortReq(rid="r2")),
-        }
-    )
-    assert [req.rid for req in loop.told].count("r2") == 1
-    assert loop.extended[-1] != ("r2", 16, 20), "it was computed to its end"
-
-
 @pytest.mark.parametrize(("chunk", "most", "step"), [(8, 1024, 8), (-1, 16, 16), (64, 4, 64), (8192, 4, 2048)])
 def test_a_step_has_no_more_tokens_than_the_engine_keeps_memory_for(chunk: int, most: int, step: int):
     """A chunk, as on workers that compute prompts; without chunks, what a batch of prompts may have there."""
@@ -218,14 +187,6 @@ def test_a_step_has_no_more_tokens_than_the_engine_keeps_memory_for(chunk: int, 
 
 
 # ---- which ----
-
-
-def test_what_the_option_asks_for():
-    assert Policy.of("off") is None and Policy.of("auto") == AUTO
-    assert Policy.of("5000") == Policy(most=5000, slice=AUTO.slice, step=5000, debt=5000)
-    for wrong in ("0", "-1", "on", "", "1.5", "٣x"):
-        with pytest.raises(ValueError, match="give off, auto or 1 token or more"):
-            Policy.of(wrong)
 
 
 def plain(**more: Any) -> Any:
@@ -268,12 +229,6 @@ def test_requests_that_need_prefill():
 
 
 # ---- prefill's front ----
-
-
-def test_a_room_is_remembered_for_one_request():
-    rooms: RoomNotes[bool] = RoomNotes()
-    rooms.note(5, True)
-    assert rooms.take(5) and not rooms.take(5) and not rooms.take(None) and not len(rooms)
 
 
 class State(SimpleNamespace):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import prometheus_client
 import pytest
@@ -76,6 +78,14 @@ def worker_of(monkeypatch, world):
     return made
 
 
+def begin(world: World, prompt: Iterable[int] = range(1, 13), **options: bool) -> Any:
+    """A request that prefill has been asked for."""
+    decode_req = world.arrive([*prompt], **options)
+    world.handshake(decode_req)
+    world.step()
+    return decode_req
+
+
 def test_requests_by_state_through_the_life_of_one(scheduler, registry):
     world, seen = scheduler.world, []
 
@@ -115,9 +125,7 @@ def test_the_tree_is_told_when_what_is_free_is(scheduler, registry, monkeypatch)
 
     scheduler.publish_gauges()
     monkeypatch.setattr(worker_gauges, "PUBLISH_S", 3600.0)
-    decode_req = world.arrive(list(range(1, 13)))
-    world.handshake(decode_req)
-    world.step()
+    decode_req = begin(world)
     world.complete(decode_req)
     for _ in range(2):
         world.step()
@@ -150,9 +158,7 @@ def test_what_a_decode_worker_without_the_flag_writes(monkeypatch, registry):
         written.update(name.removeprefix("sglang:") for name in names if not name.endswith("_created"))
 
     for end in (world.complete, lambda dr: setattr(dr.kv_receiver, "state", KVPoll.Failed)):
-        decode_req = world.arrive(list(range(1, 13)), peer_takes_prefix=False)
-        world.handshake(decode_req)
-        world.step()
+        decode_req = begin(world, peer_takes_prefix=False)
         # Or it has been here for 0 ms.
         time.sleep(0.002)
         look()
@@ -164,9 +170,7 @@ def test_what_a_decode_worker_without_the_flag_writes(monkeypatch, registry):
 
 def test_how_long_a_transfer_takes_is_counted_from_its_beginning(scheduler, registry):
     """Not from when the request came: it may have waited for memory for long, and nothing is stuck."""
-    decode_req = scheduler.world.arrive(list(range(1, 13)))
-    scheduler.world.handshake(decode_req)
-    scheduler.world.step()
+    decode_req = begin(scheduler.world)
     decode_req.req.time_stats.decode_prealloc_queue_entry_time = time.perf_counter() - 1000
     decode_req.req.time_stats.decode_transfer_queue_entry_time = time.perf_counter() - 10
     scheduler.publish_gauges()
@@ -200,9 +204,7 @@ def test_one_that_is_computed_here_until_it_decodes(scheduler):
 
 def test_quarantine_is_seen_until_it_is_over(scheduler, registry):
     world = scheduler.world
-    decode_req = world.arrive(list(range(1, 13)))
-    world.handshake(decode_req)
-    world.step()
+    decode_req = begin(world)
     decode_req.mark_failed("timed out after 3 s")
     world.step()
     scheduler.publish_gauges()
@@ -219,9 +221,7 @@ def test_an_idle_worker_audits_itself_once_for_what_it_has_done(scheduler, regis
     world, audits = scheduler.world, []
     monkeypatch.setattr(scheduler_gauges_mixin, "AUDIT_S", 0.0)
     monkeypatch.setattr(type(world.tree), "audit", lambda self, holders: audits.append(holders) or ["a fault"])
-    decode_req = world.arrive(list(range(1, 13)))
-    world.handshake(decode_req)
-    world.step()
+    decode_req = begin(world)
     scheduler.publish_gauges()
     assert not audits, "it is not idle"
     world.complete(decode_req)
@@ -373,9 +373,7 @@ def test_what_copies_keep_of_the_pool_is_told_apart_from_what_nobody_gives_back(
     tree, saving = world.tree, []
     monkeypatch.setattr(type(tree.tier), "nodes_in_use", lambda self: saving)
     for prompt in (list(range(1, 13)), [*range(1, 9), *range(50, 58)]):
-        decode_req = world.arrive(prompt)
-        world.handshake(decode_req)
-        world.step()
+        decode_req = begin(world, prompt)
         world.complete(decode_req)
         world.step()
         world.finish(decode_req.req)

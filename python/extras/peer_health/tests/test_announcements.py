@@ -14,6 +14,8 @@ from weakref import ref
 import mooncake_world
 import nixl_world
 import pytest
+from decode_world import World
+from engine_classes import engine_class
 from sglang.srt.disaggregation import announcements as module
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import waiting_rooms
@@ -22,13 +24,11 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.common.outbound import NotTaken
 from sglang.srt.disaggregation.common.prefill_peers import Capabilities, parse_capabilities
 from sglang.srt.disaggregation.common.rooms import Rooms
+from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer, NixlKVReceiver
-from test_pool_state import scheduler
+from sglang.srt.managers.scheduler import Scheduler
 from waiting import until
-
-__all__ = ["scheduler"]
-
 
 KNOWN = Capabilities(version=1, others={"queued": 1}, bootstrap_timeout=300)
 
@@ -266,12 +266,16 @@ def test_ranks_that_write_nothing_hear_of_what_waits(monkeypatch: pytest.MonkeyP
     world.close()
 
 
-def test_prefills_are_told_what_waits_when_the_step_has_admitted(scheduler, monkeypatch):
+def test_prefills_are_told_what_waits_when_the_step_has_admitted(monkeypatch):
     """Not of who is admitted in its first step."""
-    queue, told = scheduler.disagg_decode_prealloc_queue, []
-    first, second = scheduler.world.arrive(list(range(1, 9))), scheduler.world.arrive(list(range(1, 13)))
+    world, scheduler, told = World(size=64, page_size=4), object.__new__(Scheduler), []
+    scheduler.token_to_kv_pool_allocator, scheduler.tree_cache = world.allocator, world.tree
+    scheduler.disagg_decode_prealloc_queue, scheduler.max_total_num_tokens = world.queue, 64
+    queue = world.queue
+    first, second = world.arrive(list(range(1, 9))), world.arrive(list(range(1, 13)))
     monkeypatch.setattr(queue.announcements, "announce", lambda waiting: told.append([*waiting]))
-    scheduler.step = lambda: queue.queue.remove(first)
+    engines = engine_class(SchedulerDisaggregationDecodeMixin)
+    monkeypatch.setattr(engines, "process_decode_queue", lambda self: queue.queue.remove(first))
     scheduler.process_decode_queue()
     assert told == [[second]]
 

@@ -7,12 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import host_server
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,12 +21,10 @@ from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.local_policy import Policy
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.pegaflow import prefetches
 from sglang.srt.mem_cache.pegaflow import tree as pegaflow_tree
 from sglang.srt.mem_cache.pegaflow.memory import kv_layout
 from sglang.srt.mem_cache.pegaflow.session import PegaFlowSession
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from test_local_prefill_lost import LossyPlay, LossyRankPlay
 from test_overlap_guard import Play, actions, lives_on_ranks
 
@@ -314,34 +310,6 @@ def test_what_a_step_that_fails_was_to_write_is_never_saved(monkeypatch, fails, 
     loop.tree.drain()
     *before, not_written = loop.names_of(FIRST + REST)
     assert not_written not in loop.session.saved_in and set(before) <= loop.session.store
-
-
-def test_a_part_of_what_a_step_is_to_write_waits_too():
-    """Another prompt branches off within it, and the server is found to lack it, while the step is in flight."""
-    loop, rest = loop_of(), [2, 1, 1, 2, 2, 2, 1, 1, 2]
-    tree, whole = loop.tree, [*FIRST, *rest]
-
-    def branch_off() -> None:
-        assert loop.slots_being_computed()
-        slots = torch.cat([node.value for node in tree.peek(whole, None).path])
-        slots[28:] = loop.allocator.alloc(PAGE)
-        tree.insert(InsertParams(key=RadixKey([*whole[:28], 1, 1, 1, 1], None), value=slots))
-        above, upper, lower = tree.peek(whole, None).path
-        assert (len(upper.key), len(lower.key)) == (4, 4)
-        assert upper.writer == lower.writer == 1 and above.writer == 0
-        tree.saves.learn([above, upper, lower], 6, 6, 8, tree.step + 1)
-        tree.saves.start(lambda: SimpleNamespace(take=lambda node: True))
-        assert {upper, lower} <= tree.saves.to_come.keys()
-        assert not set(loop.names_of(whole)[6:]) & set(loop.session.saved_in)
-
-    def serve(loop: PegaFlowLoop) -> None:
-        served(loop)
-        if loop.extended:
-            branch_off()
-            raise LoopEnds
-
-    play_some(loop, {1: arrive(FIRST, max_new=40), 20: arrive(whole, max_new=3)}, serve)
-    assert loop.extended == [("r2", 24, 32)] and not loop.wrong
 
 
 # ---- whole lives ----

@@ -55,16 +55,6 @@ def test_what_stays_locked_is_counted_once():
     assert room.fixed == {shared, own, used}
 
 
-def test_the_neediest_of_those_on_their_way_counts():
-    moving = [
-        request(30, most=10, allocated=28),
-        request(50, answered=1, most=9, allocated=50),
-        request(8, allocated=8),
-    ]
-    assert Room(tree(200, 100), Live([], moving, [], 0)).rest == 12
-    assert Room(tree(200, 100), Live([], [], [], 0)).rest == 0
-
-
 @pytest.mark.parametrize(
     ("tokens", "growth", "chunks", "least"),
     [(16, 20, 8, 20 + 16), (16, 8, 20, 20 + 16), (0, 20, 8, 8), (0, 8, 20, 20), (16, 0, 0, 16)],
@@ -75,39 +65,6 @@ def test_what_is_free_must_do_for_the_next_steps(tokens, growth, chunks, least):
     for short in (0, 1):
         room = Room(tree(200, least - short), Live([], [], [], growth, chunks))
         assert room.take(Node(root, 0, 1), tokens) == (not short)
-
-
-def test_an_unlocked_path_is_not_free_any_more():
-    root = Node(None)
-    above, locked = Node(root, 8, 0), Node(root, 8, 1)
-    assert Room(tree(200, 0, evictable=16), Live([], [], [], 8)).take(Node(above, 4, 0), 0)
-    assert not Room(tree(200, 0, evictable=15), Live([], [], [], 0, 4)).take(Node(above, 4, 0), 0)
-    assert Room(tree(200, 0, evictable=8), Live([], [], [], 0, 4)).take(Node(locked, 4, 0), 0)
-    assert not Room(tree(200, 0, evictable=7), Live([], [], [], 0, 4)).take(Node(locked, 4, 0), 0)
-
-
-def test_each_that_runs_must_come_to_its_end_beside_what_is_taken():
-    root = Node(None)
-    history, other = Node(root, 40, 1), Node(root, 20, 0)
-    runs = request(50, answered=2, most=30, allocated=52, shared=40, node=history)
-    # 80 tokens at its end; of 100, 20 can be taken.
-    room = Room(tree(100, 48), Live([runs], [], [], 0))
-    assert not room.take(other, 1) and room.left == 100 and not room.fixed, "21"
-    assert room.take(other)
-    assert room.left == 80 and room.fixed == {other}
-    assert not room.take(Node(root, 4, 0))
-    # What it has of its own history it need not find again.
-    assert room.take(history) and room.left == 40 and room.fixed == {other, history}
-    # Nor is what is taken already taken once more.
-    assert room.take(history) and room.left == 40
-
-
-def test_who_is_on_its_way_keeps_its_rest():
-    moving = request(30, most=10, allocated=28)
-    room = Room(tree(60, 60), Live([], [moving], [], 0))
-    assert (room.left, room.rest) == (60 - 28, 12)
-    node = Node(Node(None), 20, 0)
-    assert room.take(node) and not room.take(Node(Node(None), 4, 0))
 
 
 # ---- of a scheduler ----
@@ -147,9 +104,3 @@ def test_a_prompt_in_chunks_that_has_answered_before_is_computed_with_its_answer
     assert (live.moving, live.chunks, live.growth) == ([chunked], 4 * (3 + 1), 45 + 16)
     chunked.kv_allocated_len = 40
     assert live_on_scheduler(scheduler(chunked=chunked)).chunks == 4
-
-
-def test_a_batch_that_decodes_moves_nobody():
-    computed = request(8)
-    assert live_on_scheduler(scheduler(computed=[computed], extends=False)).moving == []
-    assert live_on_scheduler(scheduler()) == Live([], [], [], 0, 0)

@@ -49,6 +49,11 @@ class PegaFlowWorld(World):
         self.tree.advance()
         return super().step()
 
+    def save_all(self):
+        while self.tree.busy:
+            self.session.end_saves()
+            self.step()
+
     def bring(self, prompt, **options):
         """A request whose KV has come."""
         decode_req = self.arrive(prompt, **options)
@@ -96,26 +101,6 @@ def test_a_load_leaves_running_requests_what_they_need(monkeypatch):
         one.session.end_saves()
         one.step()
     assert waiting.kv_receiver.asked
-
-
-def test_what_loads_and_saves_hold_is_not_retractable():
-    one = PegaFlowWorld(size=256)
-    req = one.bring(list(range(64)), max_new=24)
-    one.step()
-    # A save under way, of the first part of its prompt.
-    assert [len(save.slots) for save in one.session.saves] == [32]
-    private = req.kv_allocated_len - req.cache_protected_len
-    assert one.queue._budget().retractable(0) == private + 64 - 32
-    other = list(range(100, 132))
-    one.session.store |= hashes_of(one.tree, other)
-    one.arrive(other)
-    one.step()
-    assert len(one.session.loads) == 1 and one.tree.unreturned_tokens == 32
-    assert one.queue._budget().retractable(0) == private + 64 - 32
-    # The whole prompt is locked by what is saved last.
-    one.session.end_saves()
-    one.step()
-    assert one.queue._budget().retractable(0) == private
 
 
 def test_what_a_server_that_hangs_keeps_is_told_apart_from_a_leak():
@@ -197,9 +182,7 @@ def test_a_step_looks_at_a_bounded_part_of_what_waits(monkeypatch):
     """Prompts are compared with the tree, which takes its time; hundreds may wait for room. Each has its turn."""
     one = PegaFlowWorld()
     running = one.bring(list(range(88)), max_new=40)
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
     # Two requests' worth.
     monkeypatch.setattr(prefetches, "COMPARED", 1 << 11, raising=False)
     prompts = [[n] * 4 + list(range(16)) for n in range(1000, 1006)]
@@ -233,19 +216,6 @@ def test_a_step_looks_at_a_bounded_part_of_what_waits(monkeypatch):
     assert loaded == 6 and not one.tree.prefetches.open and not one.session.leases
 
 
-def test_a_large_node_is_saved_in_parts():
-    one = PegaFlowWorld(size=256)
-    one.bring(list(range(120)), max_new=2)
-    one.decode()
-    saved = 0
-    while one.tree.busy:
-        one.step()
-        assert one.tree.saves.tokens <= 32
-        saved += one.session.end_saves()
-    assert saved == 30 and hashes_of(one.tree, list(range(120))) <= one.session.store
-    one.check()
-
-
 # ---- what is saved again ----
 
 
@@ -267,22 +237,9 @@ def test_both_parts_of_a_node_whose_save_failed_are_saved_again():
     assert {node.saved for node in one._nodes()} == {None}
     one.bring(list(range(28)), max_new=2)
     one.bring(list(range(20)) + list(range(100, 116)), max_new=2)
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
     assert hashes_of(one.tree, list(range(28))) <= one.session.store
     assert hashes_of(one.tree, list(range(20)) + list(range(100, 116))) <= one.session.store
-
-
-def test_both_parts_of_a_node_that_was_saved_are_known_to_be():
-    one = split_while_saved()
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
-    assert None not in {node.saved for node in one._nodes()}
-    one.bring(list(range(28)), max_new=2)
-    one.step()
-    assert not one.session.saves
 
 
 @pytest.mark.parametrize("lost", ["all", "the end"])
@@ -292,9 +249,7 @@ def test_what_the_server_has_lost_is_saved_again(lost):
     prompt = list(range(40))
     one.bring(prompt + [1] * 4, max_new=2)
     one.decode()
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
     # What has just been saved may not be found yet.
     one.step()
     gone = hashes_of(one.tree, prompt)
@@ -314,9 +269,7 @@ def test_no_answer_says_nothing():
     """Of a server that is gone; what it has is saved again when it says that it has not."""
     one = PegaFlowWorld(size=512)
     one.bring(list(range(40)), max_new=2)
-    while one.tree.busy:
-        one.session.end_saves()
-        one.step()
+    one.save_all()
 
     def no_answer(lookup):
         lookup.failed, lookup.hits = True, 0

@@ -14,7 +14,7 @@ from reading_worlds import ReadLoop
 from sglang.srt.disaggregation import decode_reads
 from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.nixl import page_reads
-from sglang.srt.disaggregation.nixl.page_reads import PageReads, PostedRead
+from sglang.srt.disaggregation.nixl.page_reads import PostedRead
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import SchedulePolicy
@@ -64,13 +64,17 @@ def hold_reads(loop: ReadLoop) -> None:
     loop.wire.wire.held = True
 
 
-def test_only_what_is_new_is_computed(loop: ReadLoop):
+def begin_to_read(loop: ReadLoop) -> None:
     loop.arrive(100, ROOM, held=80)
-    loop.run(12)
-    for scheduler in loop.schedulers:
-        assert computed(scheduler, ROOM) == 20
-    assert len(reads(loop)) == loop.ranks.size
-    assert_served(loop, ROOM)
+    hold_reads(loop)
+    loop.run(3)
+
+
+def release(loop: ReadLoop, turns: int = 0) -> None:
+    loop.wire.wire.held = False
+    finish(loop)
+    if turns:
+        loop.run(turns)
 
 
 def test_the_pages_read_are_those_that_are_lacking(loop: ReadLoop):
@@ -102,26 +106,6 @@ def test_the_pages_read_are_those_that_are_lacking(loop: ReadLoop):
     assert_served(loop, OTHER, ROOM)
 
 
-def test_others_go_first_while_it_is_read(loop: ReadLoop):
-    loop.arrive(100, ROOM, held=80)
-    hold_reads(loop)
-
-    def before(scheduler: PrefillScheduler) -> None:
-        if scheduler.tp_rank == 0 and len(scheduler.steps) == 2:
-            finish(loop)
-            loop.wire.wire.held = False
-
-    loop.arrive(32, OTHER)
-    loop.before = before
-    loop.run(14)
-    for scheduler in loop.schedulers:
-        assert list(scheduler.steps[0]) == list(scheduler.steps[1]) == [f"request-{OTHER}"]
-        assert computed(scheduler, ROOM) == 20
-    finish(loop)
-    loop.run(4)
-    assert_served(loop, ROOM, OTHER)
-
-
 def test_one_that_is_late_is_computed(loop: ReadLoop, monkeypatch: pytest.MonkeyPatch):
     """Its pages are given back when NIXL says that nothing is written to them, in one step on all ranks."""
     monkeypatch.setattr(decode_reads, "LATE_S", 0.0)
@@ -142,8 +126,7 @@ def test_one_that_is_late_is_computed(loop: ReadLoop, monkeypatch: pytest.Monkey
     loop.run(2)
     left = [scheduler.disagg_prefill_bootstrap_queue.reads.tokens_out for scheduler in loop.schedulers]
     assert left == ([0] if loop.ranks.size == 1 else [80, 80])
-    finish(loop)
-    loop.run(2)
+    release(loop, 2)
     assert_served(loop, ROOM)
 
 
@@ -160,8 +143,7 @@ def test_after_a_late_one_nothing_is_read_from_there_for_a_while(loop: ReadLoop,
     assert ended == ["failed"] and all(each._late for each in held)
     for each in held[:-1]:
         each._late.clear()
-    loop.wire.wire.held = False
-    finish(loop)
+    release(loop)
     posted = len(reads(loop))
     loop.arrive(100, OTHER, held=80, first_page=64)
     loop.run(12)
@@ -171,8 +153,7 @@ def test_after_a_late_one_nothing_is_read_from_there_for_a_while(loop: ReadLoop,
     loop.arrive(100, THIRD, held=80)
     loop.run(12)
     assert [computed(scheduler, THIRD) for scheduler in loop.schedulers] == [20] * loop.ranks.size
-    finish(loop)
-    loop.run(4)
+    release(loop, 4)
     assert_served(loop, ROOM, OTHER, THIRD)
 
 
@@ -193,32 +174,44 @@ def test_one_that_has_been_read_may_wait_for_a_metadata_buffer(loop: ReadLoop):
     assert_served(loop, ROOM)
 
 
-@pytest.mark.parametrize("how", ["posted", "later", "refused"])
+@pytest.mark.parametrize("how", ["posted", "raises", "later", "refused", "too many runs"])
 def test_what_cannot_be_read_on_one_rank_is_read_on_none(loop: ReadLoop, how: str, monkeypatch: pytest.MonkeyPatch):
-    agent = loop.wire.prefill[-1].agent
+    agent, failed = loop.wire.prefill[-1].agent, []
+    transfer = agent.transfer
+
+    def fail(read: nixl_wire.Transfer) -> str:
+        if read.kind != "READ":
+            return transfer(read)
+        failed.append(read)
+        read.state = "ERR"
+        if how == "posted":
+            return read.state
+        raise RuntimeError("NIXL could not post the transfer")
+
+    def refuse(kind: str, *args: Any) -> nixl_wire.Transfer:
+        if kind == "READ":
+            raise RuntimeError("no such memory is registered")
+        return nixl_wire.Agent.initialize_xfer(agent, kind, *args)
+
     if how == "refused":
-        monkeypatch.setattr(agent, "initialize_xfer", lambda *args: _raise_or_write(agent, *args))
-    elif how == "posted":
-        transfer = agent.transfer
-        monkeypatch.setattr(agent, "transfer", lambda t: "ERR" if t.kind == "READ" else transfer(t))
+        monkeypatch.setattr(agent, "initialize_xfer", refuse)
+    elif how in ("posted", "raises"):
+        monkeypatch.setattr(agent, "transfer", fail)
+    elif how == "too many runs":
+        # To post it would hold the scheduler up.
+        monkeypatch.setattr(page_reads, "MOST_REGIONS", 1)
     else:
         hold_reads(loop)
     loop.arrive(100, ROOM, held=80)
     if how == "later":
         loop.run(3)
         reads(loop, loop.ranks.size - 1)[0].state = "ERR"
-        loop.wire.wire.held = False
-        finish(loop)
+        release(loop)
     loop.run(14)
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == 100
+    assert len(failed) == (how in ("posted", "raises")) and all(read.released for read in failed)
     assert_served(loop, ROOM)
-
-
-def _raise_or_write(agent: nixl_wire.Agent, kind: str, *args: Any) -> nixl_wire.Transfer:
-    if kind == "READ":
-        raise RuntimeError("no such memory is registered")
-    return nixl_wire.Agent.initialize_xfer(agent, kind, *args)
 
 
 def test_what_one_rank_is_not_offered_is_read_on_none(loop: ReadLoop):
@@ -242,9 +235,7 @@ def test_what_one_rank_is_not_offered_is_read_on_none(loop: ReadLoop):
 @pytest.mark.parametrize("how", ["aborted", "decode gone", "computed by decode", "given up"])
 def test_a_request_that_ends_while_it_is_read(loop: ReadLoop, how: str):
     """Nothing of it enters the tree, and its pages stay out of others' hands until the read is over."""
-    loop.arrive(100, ROOM, held=80)
-    hold_reads(loop)
-    loop.run(3)
+    begin_to_read(loop)
     assert len(reads(loop)) == loop.ranks.size
     for scheduler in loop.schedulers:
         if how == "aborted":
@@ -265,8 +256,7 @@ def test_a_request_that_ends_while_it_is_read(loop: ReadLoop, how: str):
     loop.wire.wire.held = False
     loop.arrive(40, OTHER)
     loop.run(8)
-    finish(loop)
-    loop.run(3)
+    release(loop, 3)
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == 0
         assert [req.bootstrap_room for req, _ in scheduler.told].count(OTHER) == 1
@@ -275,9 +265,7 @@ def test_a_request_that_ends_while_it_is_read(loop: ReadLoop, how: str):
 
 def test_what_has_come_when_decode_must_have_given_up_is_not_taken(loop: ReadLoop, monkeypatch: pytest.MonkeyPatch):
     """This worker stands still while it looks at a read, for as long as decode waits; then the read is over."""
-    loop.arrive(100, ROOM, held=80)
-    hold_reads(loop)
-    loop.run(3)
+    begin_to_read(loop)
     state = PostedRead.state
 
     def stand_still(read: PostedRead) -> str:
@@ -311,8 +299,7 @@ def test_without_memory_it_is_computed(loop: ReadLoop):
     def during(scheduler: PrefillScheduler) -> None:
         if len(scheduler.steps) == 2 and scheduler.tp_rank == 0:
             assert len(reads(loop)) == loop.ranks.size
-            loop.wire.wire.held = False
-            finish(loop)
+            release(loop)
 
     loop.during = during
     loop.run(40)
@@ -341,9 +328,7 @@ def test_what_prefill_has_of_it_is_locked_for_as_long_as_the_rest_is_read(
         assert tree.protected_size() == 48 and tree.evictable_size() == 0
         if how == "aborted":
             scheduler.abort_request(AbortReq(rid=f"request-{ROOM}"))
-    loop.wire.wire.held = False
-    finish(loop)
-    loop.run(12)
+    release(loop, 12)
     assert len(reads(loop)) == (0 if how == "no memory" else loop.ranks.size)
     for scheduler in loop.schedulers:
         assert computed(scheduler, ROOM) == {"read": 20, "aborted": 0}.get(how, 52)
@@ -441,24 +426,6 @@ def test_what_has_been_read_stays_until_it_is_used(loop: ReadLoop):
     assert_served(loop, OTHER, ROOM)
 
 
-def test_what_has_been_read_gives_way_to_who_waits_before_it(loop: ReadLoop):
-    """Nothing runs that would end, and what is locked for the second is what the first one lacks."""
-    loop.arrive(40, THIRD)
-    loop.arrive(POOL - 60, OTHER)
-    loop.arrive(200, ROOM, held=180)
-    stuck: set[int] = set()
-
-    def before(scheduler: PrefillScheduler) -> None:
-        waiting = [req.bootstrap_room for req in scheduler.waiting_queue]
-        if waiting[:1] == [OTHER] and ROOM in waiting and scheduler.last_batch is None:
-            stuck.add(scheduler.tp_rank)
-
-    loop.before = before
-    loop.run(100)
-    assert len(stuck) == loop.ranks.size
-    assert_served(loop, THIRD, OTHER, ROOM)
-
-
 @pytest.mark.parametrize("readers", [0, 2], ids=["without reads", "with reads"])
 def test_a_transfer_that_stands_still_stops_nobody_who_waits(loop: ReadLoop, readers: int):
     """It may for as long as decode waits. What is locked for those behind the first one is what that one lacks."""
@@ -530,18 +497,16 @@ def test_pages_that_a_step_in_flight_may_write_to_are_read_into_when_it_is_over(
 
 def test_a_flush_waits_for_a_read(loop: ReadLoop):
     """And a weight update, which takes requests that have not begun for none."""
-    loop.arrive(100, ROOM, held=80)
-    hold_reads(loop)
-    loop.run(3)
+    begin_to_read(loop)
     for scheduler in loop.schedulers:
         queue = scheduler.disagg_prefill_bootstrap_queue
         asked, queue.queue = queue.queue, []
         assert not scheduler.is_fully_idle()
         queue.queue = asked
-        assert not scheduler.flush_cache()
-    loop.wire.wire.held = False
-    finish(loop)
-    loop.run(10)
+        assert scheduler.has_reads() and not scheduler.flush_cache()
+        # Nothing is computed that would answer it in passing, and a decode worker may stand still for long.
+        assert scheduler.is_fully_idle(for_health_check=True)
+    release(loop, 10)
     assert_served(loop, ROOM)
     assert all(scheduler.flush_cache() for scheduler in loop.schedulers)
 
@@ -582,54 +547,6 @@ def test_a_word_that_decode_computes_it_ends_what_was_read(loop: ReadLoop):
         assert_rests(scheduler)
 
 
-def test_a_health_check_is_answered_while_it_is_read(loop: ReadLoop):
-    """Nothing is computed that would answer it in passing, and a decode worker may stand still for long."""
-    loop.arrive(100, ROOM, held=80)
-    hold_reads(loop)
-    loop.run(3)
-    for scheduler in loop.schedulers:
-        assert scheduler.has_reads() and not scheduler.is_fully_idle()
-        assert scheduler.is_fully_idle(for_health_check=True)
-    loop.wire.wire.held = False
-    finish(loop)
-    loop.run(10)
-    assert_served(loop, ROOM)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_read_that_cannot_be_posted_gives_its_handle_back(raises: bool):
-    released: list[str] = []
-
-    def transfer(handle: str) -> str:
-        if raises:
-            raise RuntimeError("NIXL could not post the transfer")
-        return "ERR"
-
-    agent = SimpleNamespace(
-        get_xfer_descs=lambda regions, kind: regions,
-        initialize_xfer=lambda *args: "handle",
-        transfer=transfer,
-        release_xfer_handle=released.append,
-    )
-    own = SimpleNamespace(kv_data_ptrs=[1 << 20], kv_item_lens=[64], gpu_id=0)
-    peer = SimpleNamespace(dst_kv_ptrs=[1 << 20], gpu_id=0)
-    few = np.arange(3, dtype=np.int32)
-    with pytest.raises(RuntimeError, match="could not post"):
-        PageReads(agent, own, {"decode": peer}, 1).post("decode", few, few)
-    assert released == ["handle"]
-
-
-def test_a_read_in_too_many_runs_is_not_posted(monkeypatch: pytest.MonkeyPatch):
-    """It would hold the scheduler up: the request is computed, on all ranks."""
-    loop = ReadLoop(monkeypatch, 2, True, reads=LEAST)
-    monkeypatch.setattr(page_reads, "MOST_REGIONS", 1)
-    loop.arrive(100, ROOM, held=80)
-    loop.run(14)
-    assert not reads(loop)
-    assert all(computed(scheduler, ROOM) == 100 for scheduler in loop.schedulers)
-    assert_served(loop, ROOM)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch, ranks: int):
     """That of a request that comes with others is posted a turn later, and none goes without."""
@@ -645,8 +562,7 @@ def test_a_turn_posts_no_more_than_one_read_may(monkeypatch: pytest.MonkeyPatch,
     loop.run(6)
     assert [now - before for before, now in itertools.pairwise(posted)] == [2, 1, 0, 0, 0]
     loop.wire.wire.held, loop.before = False, lambda scheduler: None
-    finish(loop)
-    loop.run(20)
+    release(loop, 20)
     assert all(computed(scheduler, room) == 20 for scheduler in loop.schedulers for room in rooms)
     assert_served(loop, *rooms)
 
@@ -677,6 +593,5 @@ def test_who_may_overtake_does_not_wait_to_read(loop: ReadLoop, order: str, held
     loop.run(40)
     for scheduler in loop.schedulers:
         assert [req.bootstrap_room for req, _ in scheduler.told] == [ROOM + 10, THIRD, ROOM]
-    finish(loop)
-    loop.run(60)
+    release(loop, 60)
     assert_served(loop, ROOM + 10, ROOM, THIRD, OTHER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from decode_world import World, aborted, asked, queue, sent
@@ -11,8 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation import prefix_admission, prefix_policy, prefix_schedule
 from sglang.srt.disaggregation.decode_radix import admission, policy
+from sglang.srt.disaggregation.decode_radix.admission import Added
+from sglang.srt.disaggregation.decode_radix.budget import Memory
 from sglang.srt.disaggregation.decode_radix.tp_agreement import WINDOW
-from sglang.srt.disaggregation.prefix_policy import Candidate, Standing, Transfers, WaitLimit, admission_order
+from sglang.srt.disaggregation.prefix_admission import PrefixAdder
+from sglang.srt.disaggregation.prefix_policy import (
+    Candidate,
+    PrefixEntry,
+    PrefixPolicy,
+    Transfers,
+    Turns,
+    WaitLimit,
+    admission_order,
+)
+from test_decode_adder import Step
 from test_traps import serve, serve_to_end, tokens
 
 CLOCKS = policy, prefix_policy, prefix_schedule, prefix_admission
@@ -148,14 +161,6 @@ def test_who_shares_little_does_not_wait(shared: int, waits: bool):
     first, second = queue(world, tokens(1, 32), tokens(1, shared) + tokens(2, 8))
     world.step()
     assert asked([first, second]) == [True, not waits]
-
-
-def test_requests_without_a_shared_prefix_go_on():
-    world = World(size=512)
-    herd = queue(world, tokens(1, 32), tokens(1, 32) + tokens(2, 8))
-    (other,) = queue(world, tokens(3, 40))
-    world.step()
-    assert asked([*herd, other]) == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -319,20 +324,6 @@ def test_a_herd_of_three_prefills_asks_each_for_one_copy(monkeypatch):
     world.check()
 
 
-def test_a_prefill_that_nothing_is_known_of():
-    wait_limit, transfers = WaitLimit(), Transfers()
-    assert transfers.pace("a") is None
-    assert wait_limit.allowed(True, None, 2_000, 2_000) == wait_limit.unknown_same
-    # 128K tokens at 4,000 tokens/s take 33 s.
-    assert wait_limit.allowed(True, None, 131_072, 2_000) > 60
-    assert wait_limit.allowed(False, None, 50_000, 50_000) == wait_limit.least
-    for n in range(100):
-        transfers.done("a", 1000, 10.0 + 10 * n)
-    assert transfers.pace("a") == (1.0, 1000.0), "the slowest of the last, 1000 s for 1000 tokens"
-    transfers.done("b", 0, 0.512)
-    assert transfers.pace("b") == (0.002, 0.512), "one without tokens says little of what a token takes"
-
-
 def test_one_slow_transfer_counts_for_minutes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -347,17 +338,6 @@ def test_one_slow_transfer_counts_for_minutes(monkeypatch):
     assert transfers.pace("a") is None and transfers.pace("a") is None
     transfers.done("a", 64, 0.1)
     assert transfers.pace("a") == (0.1 / 256, 0.1)
-
-
-@pytest.mark.parametrize("seconds, allowed", [(0.1, 1.0), (1.0, 4.0), (4.0, 16.0)])
-def test_a_short_transfer_says_little_of_a_long_one(seconds: float, allowed: float):
-    """Of another prefill, which would begin at once: a chat turn's time is its turn, and not that of its 200 tokens."""
-    wait_limit, transfers = WaitLimit(), Transfers()
-    transfers.done("a", 200, seconds)
-    assert wait_limit.allowed(False, transfers.pace("a"), 4000, 4000) == pytest.approx(allowed)
-    # What it is known to take for as many.
-    transfers.done("a", 4000, 20.0)
-    assert wait_limit.allowed(False, transfers.pace("a"), 4000, 4000) == pytest.approx(max(20, seconds / 256 * 4000))
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -440,36 +420,7 @@ def test_followers_are_not_hidden_by_those_who_follow_nobody(others: int):
     assert follower.wire.asked
 
 
-def test_a_prompt_that_has_come_is_not_compared_with_the_tree_again():
-    """Its watch ends before its KV enters the tree; those that wait are moved on."""
-    world, prompt = World(size=128), tokens(4, 24)
-    first, waits = world.arrive(prompt), world.arrive([*prompt, 9, 9, 9, 9])
-    for decode_req in (first, waits):
-        world.handshake(decode_req)
-    world.step()
-    compared, enter = [], world.tree.watches._enter
-    world.tree.watches._enter = lambda watch, *leaf: compared.append(watch) or enter(watch, *leaf)
-    watch = waits.entry.watch
-    world.complete(first)
-    world.step()
-    assert compared == [watch] and waits.kv_receiver.prefix_len == 24
-    world.check()
-
-
 # ---- the order ----
-
-
-def test_who_finds_its_prefix_goes_first():
-    world = World(size=96, page_size=4, reserved=2)
-    serve_to_end(world, tokens(1, 32))
-    running = serve(world, tokens(9, 40), max_new=8).req
-    cold, warm = queue(world, tokens(2, 36), tokens(1, 32) + tokens(3, 4))
-    world.step()
-    assert asked([cold, warm]) == [False, True]
-    assert cold.entry.overtaken == 1
-    world.finish(running)
-    world.step()
-    assert cold.wire.asked
 
 
 def test_room_is_kept_for_those_that_wait_for_a_transfer():
@@ -483,6 +434,42 @@ def test_room_is_kept_for_those_that_wait_for_a_transfer():
     world.step()
     assert asked([*herd, cold]) == [True, True, True, True, False]
     world.check()
+
+
+class Adding(Step):
+    """Of which each of four could be admitted."""
+
+    def make(self, *args: Any) -> PrefixAdder:
+        entries = [PrefixEntry(n, 0, "prefill") for n in range(4)]
+        return PrefixAdder(PrefixPolicy(World(size=64).tree, True, 1), lambda: entries, *args)
+
+
+def test_no_more_than_half_of_what_is_free_is_kept_for_those_who_follow():
+    """Their prefill may stand still, and that of the next be idle."""
+    step = Adding()
+    for _ in range(80):
+        step.adder.wait(lambda: Memory(30))
+    assert step.add(1, 51) is Added.NO_MEMORY and step.add(1, 50) is Added.YES
+
+
+def test_out_of_turn_as_often_as_the_slack_allows():
+    first, *others = waiting = [PrefixEntry(n, 0, "prefill") for n in range(4)]
+    turns = Turns(PrefixPolicy(World(size=64).tree, True, 2), waiting)
+    # Two go before the first one, the third may not; then it is the turn of that.
+    assert [turns.take(one) for one in others] == [True, True, False]
+    assert turns.take(first)
+
+
+def test_nobody_waits_when_nothing_is_on_its_way():
+    world = World(size=256)
+    leader, follower = queue(world, tokens(1, 40), tokens(1, 40) + tokens(2, 8))
+    world.step()
+    rules, waits = world.queue.policy, follower.entry
+    assert rules.may_follow and waits.leader is not None
+    rules.leave(leader.entry)
+    assert not rules.may_follow
+    rules.stop_following([waits])
+    assert waits.leader is None and waits.coming == 0
 
 
 def test_nobody_is_overtaken_more_often_than_the_bound():
@@ -524,23 +511,6 @@ def test_the_order(candidates, bound):
             assert a.standing(bound) <= b.standing(bound)
             if a.standing(bound) == b.standing(bound) or bound == 0:
                 assert a.arrival < b.arrival
-
-
-def test_standings():
-    def standing(**figures: int) -> Standing:
-        return Candidate(
-            **{
-                **dict.fromkeys(("arrival", "priority", "held", "unlocked", "coming", "overtaken"), 0),
-                "prompt": 100,
-                **figures,
-            }
-        ).standing(4)
-
-    assert standing(held=50) == Standing.SHARED
-    assert standing(held=50, unlocked=1) == Standing.HELD
-    assert standing(held=10, coming=40) == Standing.HELD
-    assert standing(held=49) == Standing.OTHER
-    assert standing(held=50, overtaken=4) == Standing.OVERTAKEN
 
 
 @settings(max_examples=60, deadline=None)

@@ -111,6 +111,20 @@ def test_patience_that_ends_on_one_rank_first(pair, ahead):
     assert admitted == [True, True, True] and worst == 0 and kept
 
 
+def test_a_wait_ends_once_it_is_agreed_to_be_long_enough():
+    world = World(size=256)
+    _, follower = queue(world, tokens(1, 40), tokens(1, 40) + tokens(2, 8))
+    world.step()
+    rules, waits, now = world.queue.policy, follower.entry, time.monotonic()
+    assert not rules.find_leader(waits, now) and waits.coming == 40
+    # Long enough by this rank's clock; it waits until the others say so too.
+    assert rules.find_leader(waits, now + 3600) and waits.coming == 40
+    rules.give_up(waits)
+    assert waits.coming == 0
+    assert not rules.find_leader(waits, now + 3600), "it does not wait any more"
+    assert waits.coming == 0
+
+
 def herd_gives_up(rank: int) -> list[Any]:
     """A leader takes longer than its herd waits, three times over."""
     me = Rank(rank, 2048)

@@ -98,7 +98,8 @@ def test_what_the_engine_serves_passes_and_no_more(name, temperature):
         if (made := checked(params)) is not None:
             none = value is None and name != "skip_special_tokens"
             fatal = name in NOT_SERVED and not none and (name != "top_k" or temperature) and NOT_SERVED[name](value)
-            assert bool(refusal(made)) == bool(fatal), (params, refusal(made))
+            said = refusal(made)
+            assert bool(said) == bool(fatal) and (not fatal or said.startswith(f"{name} must")), (params, said)
 
 
 LABELS = [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import pytest
 import tokenizer_front
 from prefill_front import bootstrap_server
@@ -11,6 +15,16 @@ from sglang.srt.managers import samples, tokenizer_manager
 from sglang.srt.managers.samples import sample_room
 
 ROOMS = [sample_room(room, i) for room in (11, 12) for i in range(3)]
+
+
+def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        tokenizer_front.run(test(*args, **options))
+
+    return run
 
 
 class Manager(tokenizer_front.Manager):

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import samples_front
 from fastapi import HTTPException
-from samples_front import Manager
+from samples_front import Manager, looped
 from sglang.srt.disaggregation import peer_calls, refusal
 from sglang.srt.disaggregation.peer_calls import Unanswered, listen
 from sglang.srt.disaggregation.refusal import REFUSED_ROUTE
 from sglang.srt.managers import samples
 from sglang.srt.managers.samples import SAMPLE_ROUTE, sample_room
-from tokenizer_front import MODES, answers, body, run, until
+from tokenizer_front import MODES, answers, body, until
 
 server, no_shared_memory = samples_front.server, samples_front.no_shared_memory
 FAILED = {"type": "abort", "status_code": 500, "message": "lost"}
@@ -65,7 +65,8 @@ def hold_up(prefill: Manager, monkeypatch: pytest.MonkeyPatch, late: bool, gate:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("late", [True, False], ids=["reply late", "burst"])
-def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, monkeypatch, gate, late, stream):
+@looped
+async def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, monkeypatch, gate, late, stream):
     """It waited for 300 s, and the router with it, which answers when both workers have."""
 
     def generate_request() -> None:
@@ -76,31 +77,28 @@ def test_prefill_waits_for_no_samples_that_decode_could_not_announce(server, mon
         async for _ in decode.generate_request(body(port=server, stream=stream), http):
             pass
 
-    async def test():
-        prefill, decode = prefill_that_hears(), Manager(*MODES[1])
-        hold_up(prefill, monkeypatch, late, gate)
-        served = asyncio.ensure_future(answers(prefill, body(port=server)))
-        await until(lambda: prefill.send_to_scheduler.requests, served)
-        with pytest.raises(ValueError if stream else HTTPException, match=r"cannot be notified of samples"):
-            await ask(decode)
-        if late:
-            await until(lambda: len(prefill.send_to_scheduler.requests) == 7, served)
-        gate.set()
-        waiting = prefill.send_to_scheduler.requests[late:]
-        first = waiting[0].bootstrap_room
-        assert first == (sample_room(11, 0) if late else 11)
-        await until(lambda: first in rooms_told(prefill), served)
-        # As its scheduler does. One sample is enough.
-        told = [one for one in prefill.send_to_scheduler.got if isinstance(one, refusal.RefusedReq)]
-        prefill.answer(waiting[0], finish_reason={"type": "abort", "status_code": 400, "message": told[0].reason})
-        with pytest.raises(ValueError, match="cannot be notified of samples"):
-            await served
-        assert {one.rid for one in waiting[1:]} <= {*prefill.send_to_scheduler.aborts}
-        # No room twice.
-        told = rooms_told(prefill)
-        assert len(told) == len({*told}) and {*told} <= {11, 12, *samples_front.ROOMS}
-
-    run(test())
+    prefill, decode = prefill_that_hears(), Manager(*MODES[1])
+    hold_up(prefill, monkeypatch, late, gate)
+    served = asyncio.ensure_future(answers(prefill, body(port=server)))
+    await until(lambda: prefill.send_to_scheduler.requests, served)
+    with pytest.raises(ValueError if stream else HTTPException, match=r"cannot be notified of samples"):
+        await ask(decode)
+    if late:
+        await until(lambda: len(prefill.send_to_scheduler.requests) == 7, served)
+    gate.set()
+    waiting = prefill.send_to_scheduler.requests[late:]
+    first = waiting[0].bootstrap_room
+    assert first == (sample_room(11, 0) if late else 11)
+    await until(lambda: first in rooms_told(prefill), served)
+    # As its scheduler does. One sample is enough.
+    told = [one for one in prefill.send_to_scheduler.got if isinstance(one, refusal.RefusedReq)]
+    prefill.answer(waiting[0], finish_reason={"type": "abort", "status_code": 400, "message": told[0].reason})
+    with pytest.raises(ValueError, match="cannot be notified of samples"):
+        await served
+    assert {one.rid for one in waiting[1:]} <= {*prefill.send_to_scheduler.aborts}
+    # No room twice.
+    told = rooms_told(prefill)
+    assert len(told) == len({*told}) and {*told} <= {11, 12, *samples_front.ROOMS}
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(100, 8), (1, 4096), (256, 16), (300, 2)])
@@ -116,20 +114,18 @@ def test_of_a_request_whose_samples_prefill_may_know_it_hears_in_one_message(mon
     assert sent == [("a:7", firsts + each)]
 
 
-def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refused(server, monkeypatch, gate):
-    async def test():
-        prefill, decode = prefill_that_hears(), Manager(*MODES[1])
-        hold_up(prefill, monkeypatch, True, gate)
-        with pytest.raises(HTTPException):
-            await answers(decode, body(port=server))
-        gate.set()
-        expected = {11, 12, *samples_front.ROOMS}
-        await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
-        with pytest.raises(ValueError, match="cannot be notified of samples"):
-            await answers(prefill, body(port=server))
-        assert not prefill.send_to_scheduler.requests and not prefill.rid_to_state
-
-    run(test())
+@looped
+async def test_a_request_that_comes_after_its_samples_could_not_be_announced_is_refused(server, monkeypatch, gate):
+    prefill, decode = prefill_that_hears(), Manager(*MODES[1])
+    hold_up(prefill, monkeypatch, True, gate)
+    with pytest.raises(HTTPException):
+        await answers(decode, body(port=server))
+    gate.set()
+    expected = {11, 12, *samples_front.ROOMS}
+    await until(lambda: {*rooms_told(prefill)} == expected, asyncio.Future())
+    with pytest.raises(ValueError, match="cannot be notified of samples"):
+        await answers(prefill, body(port=server))
+    assert not prefill.send_to_scheduler.requests and not prefill.rid_to_state
 
 
 class Failing(Manager):
@@ -151,44 +147,38 @@ class Failing(Manager):
         (ValueError("The input is longer than the model's context length"), 400),
     ],
 )
-def test_what_is_prefills_own_fault_is_no_fault_of_the_request_with_samples(server, error, status):
+@looped
+async def test_what_is_prefills_own_fault_is_no_fault_of_the_request_with_samples(server, error, status):
     """As with one. It was 400, after which no router asks another prefill."""
-
-    async def test():
-        prefill, decode = Failing(*MODES[0]), Manager(*MODES[1])
-        prefill.error = error
-        listen(SAMPLE_ROUTE, prefill.samples.announced)
-        with pytest.raises(type(error)):
-            await answers(prefill, body(port=server))
-        with pytest.raises(HTTPException if status == 500 else ValueError) as said:
-            await answers(decode, body(port=server))
-        assert getattr(said.value, "status_code", 400) == status
-        assert str(getattr(error, "detail", error)) in str(getattr(said.value, "detail", said.value))
-        assert not decode.send_to_scheduler.requests
-
-    run(test())
+    prefill, decode = Failing(*MODES[0]), Manager(*MODES[1])
+    prefill.error = error
+    listen(SAMPLE_ROUTE, prefill.samples.announced)
+    with pytest.raises(type(error)):
+        await answers(prefill, body(port=server))
+    with pytest.raises(HTTPException if status == 500 else ValueError) as said:
+        await answers(decode, body(port=server))
+    assert getattr(said.value, "status_code", 400) == status
+    assert str(getattr(error, "detail", error)) in str(getattr(said.value, "detail", said.value))
+    assert not decode.send_to_scheduler.requests
 
 
-def test_a_warm_up_that_fails_as_its_samples_are_announced_fails_them():
+@looped
+async def test_a_warm_up_that_fails_as_its_samples_are_announced_fails_them():
     """Between that and its refusal: decode has been answered that prefill knows, and waited for 300 s."""
+    prefill = Manager(*MODES[0])
+    task = asyncio.ensure_future(answers(prefill, body()))
+    await until(lambda: prefill.send_to_scheduler.requests, task)
+    refuse = prefill.samples.refuse
 
-    async def test():
-        prefill = Manager(*MODES[0])
-        task = asyncio.ensure_future(answers(prefill, body()))
-        await until(lambda: prefill.send_to_scheduler.requests, task)
-        refuse = prefill.samples.refuse
+    def announced_before(*args, **options):
+        prefill.samples.announced([11, 12])
+        refuse(*args, **options)
 
-        def announced_before(*args, **options):
-            prefill.samples.announced([11, 12])
-            refuse(*args, **options)
-
-        prefill.samples.refuse = announced_before
-        prefill.answer(prefill.send_to_scheduler.requests[0], finish_reason=FAILED)
-        with pytest.raises(HTTPException, match="lost"):
-            await task
-        told = [message for message in prefill.send_to_scheduler.got if isinstance(message, refusal.RefusedReq)]
-        assert [(message.room, message.at_fault) for message in told] == [
-            (room, False) for room in [11, 12, *samples_front.ROOMS]
-        ]
-
-    run(test())
+    prefill.samples.refuse = announced_before
+    prefill.answer(prefill.send_to_scheduler.requests[0], finish_reason=FAILED)
+    with pytest.raises(HTTPException, match="lost"):
+        await task
+    told = [message for message in prefill.send_to_scheduler.got if isinstance(message, refusal.RefusedReq)]
+    assert [(message.room, message.at_fault) for message in told] == [
+        (room, False) for room in [11, 12, *samples_front.ROOMS]
+    ]

@@ -10,7 +10,7 @@ import http_front
 import pytest
 import test_refusals
 from http_front import MESSAGES, PLAIN, ROOM, Worker, ask
-from samples_front import Manager
+from samples_front import Manager, looped
 from sglang.srt.disaggregation import peer_calls
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints import http_server
@@ -52,7 +52,8 @@ def test_other_streams_answer_500_where_prefill_cannot_be_told(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_sample_that_fails_does_to_the_others(monkeypatch, stream):
+@looped
+async def test_what_a_sample_that_fails_does_to_the_others(monkeypatch, stream):
     """One answer to all is that failure. A stream of /generate tells of each sample, and the others go on."""
 
     async def told(*args):
@@ -61,29 +62,26 @@ def test_what_a_sample_that_fails_does_to_the_others(monkeypatch, stream):
     monkeypatch.setattr(samples, "announce", told)
     monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda message: message)
 
-    async def test():
-        decode, got = Manager(DisaggregationMode.DECODE, True), []
+    decode, got = Manager(DisaggregationMode.DECODE, True), []
 
-        async def read():
-            async for out in decode.generate_request(body(prompts=[[1, 2]], stream=stream)):
-                got.append(out["meta_info"]["finish_reason"]["type"])
+    async def read():
+        async for out in decode.generate_request(body(prompts=[[1, 2]], stream=stream)):
+            got.append(out["meta_info"]["finish_reason"]["type"])
 
-        task = asyncio.ensure_future(read())
-        await until(lambda: len(decode.send_to_scheduler.requests) == 3, task)
-        first, *others = decode.send_to_scheduler.requests
-        decode.answer(first, finish_reason={"type": "abort", "status_code": 500, "message": "lost"})
-        if not stream:
-            with pytest.raises(Exception, match="lost"):
-                await task
-            assert decode.send_to_scheduler.aborts == [other.rid for other in others]
-            return
-        await until(lambda: got, task)
-        for other in others:
-            decode.answer(other)
-        await task
-        assert got == ["abort", "length", "length"] and not decode.send_to_scheduler.aborts
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+    task = asyncio.ensure_future(read())
+    await until(lambda: len(decode.send_to_scheduler.requests) == 3, task)
+    first, *others = decode.send_to_scheduler.requests
+    decode.answer(first, finish_reason={"type": "abort", "status_code": 500, "message": "lost"})
+    if not stream:
+        with pytest.raises(Exception, match="lost"):
+            await task
+        assert decode.send_to_scheduler.aborts == [other.rid for other in others]
+        return
+    await until(lambda: got, task)
+    for other in others:
+        decode.answer(other)
+    await task
+    assert got == ["abort", "length", "length"] and not decode.send_to_scheduler.aborts
 
 
 def test_several_tokenizers_give_samples_no_rooms(several_tokenizers):

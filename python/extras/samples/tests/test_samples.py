@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import samples_front
 from engine_classes import engine_class
-from samples_front import ROOMS, Manager
+from samples_front import ROOMS, Manager, looped
 from sglang.srt.disaggregation import refusal, room_notes
 from sglang.srt.disaggregation.dropped_rooms import ComputedReq
 from sglang.srt.disaggregation.peer_calls import listen
@@ -48,12 +48,6 @@ def test_rooms_are_the_same_in_every_version():
     """They are part of the protocol: a change of them needs another DERIVATION."""
     assert [sample_room(5, i) for i in range(2)] == [9121191657396698885, 9121191657408230405]
     assert sample_room(2**63 - 1, 3) == 6383416139643062527
-
-
-def test_rooms_of_requests_that_are_numbered_in_turn_are_apart():
-    asked = {*range(1, 300), *(7 + i * STRIDE for i in range(300))}
-    rooms = [sample_room(room, i) for room in asked for i in range(64)]
-    assert len({*rooms, *asked}) == len(rooms) + len(asked)
 
 
 # ---- a prompt for each sample ----
@@ -190,54 +184,50 @@ def test_what_asks_for_samples(params, asked):
 # ---- both workers ----
 
 
-def test_prefill_that_is_told_first_sends_the_samples_only():
-    async def test():
-        prefill = Manager(DisaggregationMode.PREFILL, False)
-        prefill.samples.announced([11, 12])
-        task = asyncio.ensure_future(answers(prefill, body()))
-        await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
-        sent = prefill.send_to_scheduler.got
-        assert [message.bootstrap_room for message in sent] == ROOMS
-        assert {message.sampling_params.n for message in sent} == {1}
-        for message in sent[::-1]:
-            prefill.answer(message)
-        assert [out["meta_info"]["id"] for out in await task] == [message.rid for message in sent]
-        assert not prefill.samples._announcements and not prefill.samples._told and not prefill.rid_to_state
-
-    run(test())
+@looped
+async def test_prefill_that_is_told_first_sends_the_samples_only():
+    prefill = Manager(DisaggregationMode.PREFILL, False)
+    prefill.samples.announced([11, 12])
+    task = asyncio.ensure_future(answers(prefill, body()))
+    await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
+    sent = prefill.send_to_scheduler.got
+    assert [message.bootstrap_room for message in sent] == ROOMS
+    assert {message.sampling_params.n for message in sent} == {1}
+    for message in sent[::-1]:
+        prefill.answer(message)
+    assert [out["meta_info"]["id"] for out in await task] == [message.rid for message in sent]
+    assert not prefill.samples._announcements and not prefill.samples._told and not prefill.rid_to_state
 
 
-def test_prefill_that_is_told_later_gives_its_warmup_up():
+@looped
+async def test_prefill_that_is_told_later_gives_its_warmup_up():
     """It is dropped, and nobody answers it: one that is aborted is logged and counted as failed, with each request."""
-
-    async def test():
-        prefill = Manager(DisaggregationMode.PREFILL, False)
-        task = asyncio.ensure_future(answers(prefill, body(rid="r")))
-        await until(lambda: prefill.send_to_scheduler.requests, task)
-        (warmup,) = prefill.send_to_scheduler.got
-        assert warmup.bootstrap_room == 11 and warmup.sampling_params.max_new_tokens == 0
-        await asyncio.sleep(0.05)
-        prefill.samples.announced([11, 12])
-        await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
-        assert [one for one in prefill.send_to_scheduler.got if isinstance(one, ComputedReq)] == [
-            ComputedReq(11, warmup.rid)
-        ]
-        assert not prefill.send_to_scheduler.aborts
-        sent = prefill.send_to_scheduler.requests[1:]
-        assert [message.bootstrap_room for message in sent] == ROOMS
-        assert [message.rid for message in sent] == [f"r_{i}" for i in range(6)]
-        for message in sent:
-            prefill.answer(message)
-        assert len(await task) == 6
-        # What a generator leaves that was not read to its end goes with it.
-        gc.collect()
-        await until(lambda: not prefill.own_states and not prefill.rids_of_samples, asyncio.Future())
-        assert not prefill.rid_to_state
-
-    run(test())
+    prefill = Manager(DisaggregationMode.PREFILL, False)
+    task = asyncio.ensure_future(answers(prefill, body(rid="r")))
+    await until(lambda: prefill.send_to_scheduler.requests, task)
+    (warmup,) = prefill.send_to_scheduler.got
+    assert warmup.bootstrap_room == 11 and warmup.sampling_params.max_new_tokens == 0
+    await asyncio.sleep(0.05)
+    prefill.samples.announced([11, 12])
+    await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
+    assert [one for one in prefill.send_to_scheduler.got if isinstance(one, ComputedReq)] == [
+        ComputedReq(11, warmup.rid)
+    ]
+    assert not prefill.send_to_scheduler.aborts
+    sent = prefill.send_to_scheduler.requests[1:]
+    assert [message.bootstrap_room for message in sent] == ROOMS
+    assert [message.rid for message in sent] == [f"r_{i}" for i in range(6)]
+    for message in sent:
+        prefill.answer(message)
+    assert len(await task) == 6
+    # What a generator leaves that was not read to its end goes with it.
+    gc.collect()
+    await until(lambda: not prefill.own_states and not prefill.rids_of_samples, asyncio.Future())
+    assert not prefill.rid_to_state
 
 
-def test_samples_of_a_request_that_nobody_has_given_types():
+@looped
+async def test_samples_of_a_request_that_nobody_has_given_types():
     """Of Vertex AI: with its samples it has fields of the engine's own forms, which are no types of a client's."""
     pytest.importorskip("sglang.srt.managers.request_checks")
 
@@ -249,31 +239,29 @@ def test_samples_of_a_request_that_nobody_has_given_types():
         async for out in prefill.generate_request(body(**more), request):
             return out
 
-    async def test():
-        for told in (True, False):
-            prefill = Manager(DisaggregationMode.PREFILL, False)
-            if told:
-                prefill.samples.announced([11, 12])
-            with pytest.raises(ValueError, match="stream has a wrong type"):
-                await ask(prefill, stream="perhaps")
-            # Decode finds it out by itself.
-            assert [sent.room for sent in prefill.send_to_scheduler.got] == [11, 12]
-            prefill = Manager(DisaggregationMode.PREFILL, False)
-            if told:
-                prefill.samples.announced([11, 12])
-            task = asyncio.ensure_future(ask(prefill))
-            await until(lambda prefill=prefill: prefill.send_to_scheduler.requests, task)
-            if not told:
-                prefill.samples.announced([11, 12])
-            await until(lambda prefill=prefill, n=6 + (not told): len(prefill.send_to_scheduler.requests) == n, task)
-            for message in prefill.send_to_scheduler.requests[not told :]:
-                prefill.answer(message)
-            assert len(await task) == 6
-
-    run(test())
+    for told in (True, False):
+        prefill = Manager(DisaggregationMode.PREFILL, False)
+        if told:
+            prefill.samples.announced([11, 12])
+        with pytest.raises(ValueError, match="stream has a wrong type"):
+            await ask(prefill, stream="perhaps")
+        # Decode finds it out by itself.
+        assert [sent.room for sent in prefill.send_to_scheduler.got] == [11, 12]
+        prefill = Manager(DisaggregationMode.PREFILL, False)
+        if told:
+            prefill.samples.announced([11, 12])
+        task = asyncio.ensure_future(ask(prefill))
+        await until(lambda prefill=prefill: prefill.send_to_scheduler.requests, task)
+        if not told:
+            prefill.samples.announced([11, 12])
+        await until(lambda prefill=prefill, n=6 + (not told): len(prefill.send_to_scheduler.requests) == n, task)
+        for message in prefill.send_to_scheduler.requests[not told :]:
+            prefill.answer(message)
+        assert len(await task) == 6
 
 
-def test_prefill_that_is_not_told_does_what_the_engine_does():
+@looped
+async def test_prefill_that_is_not_told_does_what_the_engine_does():
     """Decode without the flag, or without the package."""
 
     async def serve(prefill) -> list:
@@ -296,16 +284,14 @@ def test_prefill_that_is_not_told_does_what_the_engine_does():
 
         generate_request = RefusedRequests.generate_request
 
-    async def test():
-        sent = await serve(Manager(DisaggregationMode.PREFILL, False))
-        assert sent == await serve(Bare(DisaggregationMode.PREFILL, False))
-        assert [room for room, _, _ in sent] == [11, 12, *[11] * 3, *[12] * 3]
-
-    run(test())
+    sent = await serve(Manager(DisaggregationMode.PREFILL, False))
+    assert sent == await serve(Bare(DisaggregationMode.PREFILL, False))
+    assert [room for room, _, _ in sent] == [11, 12, *[11] * 3, *[12] * 3]
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
-def test_samples_of_the_engine_that_decode_refuses_leave_no_states(sent):
+@looped
+async def test_samples_of_the_engine_that_decode_refuses_leave_no_states(sent):
     """While the prompt is tokenized, or when its warm-up and a sample have been sent. The engine has given them names
     of their own."""
 
@@ -315,33 +301,28 @@ def test_samples_of_the_engine_that_decode_refuses_leave_no_states(sent):
                 self._refuse_rooms([11], "max_new_tokens is too large")
             super()._send_one_request(tokenized_obj)
 
-    async def test():
-        prefill = Refusing(*MODES[0])
-        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]])))
-        if sent:
-            await until(lambda: prefill.send_to_scheduler.requests, task)
-            prefill.answer(prefill.send_to_scheduler.requests[0])
-        with pytest.raises(ValueError, match="too large"):
-            await task
-        requests = prefill.send_to_scheduler.requests
-        assert len(requests) == sent and [*prefill.rid_to_state] == [one.rid for one in requests[1:]]
-
-    run(test())
-
-
-def test_decode_asks_for_nothing_before_prefill_knows(server):
-    async def test():
-        prefill, decode = (Manager(mode, flag) for mode, flag in MODES)
-        listen(SAMPLE_ROUTE, prefill.samples.announced)
-        task = asyncio.ensure_future(answers(decode, body(port=server)))
-        await until(lambda: len(decode.send_to_scheduler.requests) == 6, task)
-        assert [message.bootstrap_room for message in decode.send_to_scheduler.got] == ROOMS
-        assert prefill.samples.expect([11]).told and prefill.samples.expect([12]).told
-        for message in decode.send_to_scheduler.got:
-            decode.answer(message)
+    prefill = Refusing(*MODES[0])
+    task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]])))
+    if sent:
+        await until(lambda: prefill.send_to_scheduler.requests, task)
+        prefill.answer(prefill.send_to_scheduler.requests[0])
+    with pytest.raises(ValueError, match="too large"):
         await task
+    requests = prefill.send_to_scheduler.requests
+    assert len(requests) == sent and [*prefill.rid_to_state] == [one.rid for one in requests[1:]]
 
-    run(test())
+
+@looped
+async def test_decode_asks_for_nothing_before_prefill_knows(server):
+    prefill, decode = (Manager(mode, flag) for mode, flag in MODES)
+    listen(SAMPLE_ROUTE, prefill.samples.announced)
+    task = asyncio.ensure_future(answers(decode, body(port=server)))
+    await until(lambda: len(decode.send_to_scheduler.requests) == 6, task)
+    assert [message.bootstrap_room for message in decode.send_to_scheduler.got] == ROOMS
+    assert prefill.samples.expect([11]).told and prefill.samples.expect([12]).told
+    for message in decode.send_to_scheduler.got:
+        decode.answer(message)
+    await task
 
 
 def test_each_prompt_is_announced_to_its_own_prefill(monkeypatch):
@@ -388,91 +369,79 @@ def test_decode_refuses_where_prefill_cannot(server, monkeypatch, route, said):
     run(ask())
 
 
-def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
-    async def test():
-        decode = Manager(*MODES[1])
-        (port,) = free_ports(1)
-        with pytest.raises(Exception, match="cannot be notified") as error:
-            await answers(decode, body(port=port))
-        assert error.value.status_code == 500 and not decode.send_to_scheduler.got
-
-    run(test())
+@looped
+async def test_a_prefill_that_does_not_answer_is_no_fault_of_the_client():
+    decode = Manager(*MODES[1])
+    (port,) = free_ports(1)
+    with pytest.raises(Exception, match="cannot be notified") as error:
+        await answers(decode, body(port=port))
+    assert error.value.status_code == 500 and not decode.send_to_scheduler.got
 
 
-def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
-    async def test():
-        prefill, decode = Manager(*MODES[0], context_len=2), Manager(*MODES[1])
-        listen(SAMPLE_ROUTE, prefill.samples.announced)
-        with pytest.raises(ValueError, match="longer than"):
-            await answers(prefill, body(port=server))
-        with pytest.raises(ValueError, match="longer than"):
-            await answers(decode, body(port=server))
-
-    run(test())
+@looped
+async def test_what_prefill_has_refused_decode_hears_when_it_announces(server):
+    prefill, decode = Manager(*MODES[0], context_len=2), Manager(*MODES[1])
+    listen(SAMPLE_ROUTE, prefill.samples.announced)
+    with pytest.raises(ValueError, match="longer than"):
+        await answers(prefill, body(port=server))
+    with pytest.raises(ValueError, match="longer than"):
+        await answers(decode, body(port=server))
 
 
-def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
-    async def test():
-        prefill = Manager(*MODES[0], context_len=2)
-        prefill.samples.announced([11, 12])
-        with pytest.raises(ValueError, match="longer than"):
-            await answers(prefill, body())
-        told = prefill.send_to_scheduler.got
-        assert [message.room for message in told if isinstance(message, refusal.RefusedReq)] == [11, 12, *ROOMS]
-        assert not prefill.rid_to_state
-
-    run(test())
+@looped
+async def test_what_prefill_refuses_when_told_it_tells_of_each_sample():
+    prefill = Manager(*MODES[0], context_len=2)
+    prefill.samples.announced([11, 12])
+    with pytest.raises(ValueError, match="longer than"):
+        await answers(prefill, body())
+    told = prefill.send_to_scheduler.got
+    assert [message.room for message in told if isinstance(message, refusal.RefusedReq)] == [11, 12, *ROOMS]
+    assert not prefill.rid_to_state
 
 
-def test_the_failure_of_one_sample_ends_the_others():
-    async def test():
-        prefill = Manager(*MODES[0])
-        prefill.samples.announced([11, 12])
-        task = asyncio.ensure_future(answers(prefill, body()))
-        await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
-        first, *others = prefill.send_to_scheduler.requests
-        prefill.answer(first, finish_reason={"type": "abort", "status_code": 500, "message": "lost"})
-        with pytest.raises(Exception, match="lost"):
-            await task
-        assert prefill.send_to_scheduler.aborts == [message.rid for message in others]
-
-    run(test())
-
-
-def test_aborts():
-    async def test():
-        prefill = Manager(*MODES[0])
-        prefill.samples.announced([11])
-        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
-        await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
-        prefill.abort_request("r_1")
-        assert prefill.send_to_scheduler.aborts == ["r_1"]
-        prefill.abort_request("r")
-        assert prefill.send_to_scheduler.aborts == ["r_1", "r_0", "r_1", "r_2"]
-        prefill.abort_request("other")
-        assert len(prefill.send_to_scheduler.aborts) == 4
-        for message in prefill.send_to_scheduler.requests:
-            prefill.answer(message)
+@looped
+async def test_the_failure_of_one_sample_ends_the_others():
+    prefill = Manager(*MODES[0])
+    prefill.samples.announced([11, 12])
+    task = asyncio.ensure_future(answers(prefill, body()))
+    await until(lambda: len(prefill.send_to_scheduler.requests) == 6, task)
+    first, *others = prefill.send_to_scheduler.requests
+    prefill.answer(first, finish_reason={"type": "abort", "status_code": 500, "message": "lost"})
+    with pytest.raises(Exception, match="lost"):
         await task
+    assert prefill.send_to_scheduler.aborts == [message.rid for message in others]
 
-    run(test())
+
+@looped
+async def test_aborts():
+    prefill = Manager(*MODES[0])
+    prefill.samples.announced([11])
+    task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
+    await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
+    prefill.abort_request("r_1")
+    assert prefill.send_to_scheduler.aborts == ["r_1"]
+    prefill.abort_request("r")
+    assert prefill.send_to_scheduler.aborts == ["r_1", "r_0", "r_1", "r_2"]
+    prefill.abort_request("other")
+    assert len(prefill.send_to_scheduler.aborts) == 4
+    for message in prefill.send_to_scheduler.requests:
+        prefill.answer(message)
+    await task
 
 
-def test_a_rid_in_use_costs_its_request_nothing():
-    async def test():
-        prefill = Manager(*MODES[0])
-        prefill.samples.announced([11])
-        task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
-        await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
-        prefill.samples.announced([12])
-        with pytest.raises(ValueError, match="Duplicate"):
-            await answers(prefill, body(prompts=[[1, 2]], rid="r", bootstrap_room=[12]))
-        assert prefill.send_to_scheduler.aborts == [] and list(prefill.rids_of_samples) == ["r"]
-        for message in prefill.send_to_scheduler.requests:
-            prefill.answer(message)
-        assert len(await task) == 3
-
-    run(test())
+@looped
+async def test_a_rid_in_use_costs_its_request_nothing():
+    prefill = Manager(*MODES[0])
+    prefill.samples.announced([11])
+    task = asyncio.ensure_future(answers(prefill, body(prompts=[[1, 2]], rid="r")))
+    await until(lambda: len(prefill.send_to_scheduler.requests) == 3, task)
+    prefill.samples.announced([12])
+    with pytest.raises(ValueError, match="Duplicate"):
+        await answers(prefill, body(prompts=[[1, 2]], rid="r", bootstrap_room=[12]))
+    assert prefill.send_to_scheduler.aborts == [] and list(prefill.rids_of_samples) == ["r"]
+    for message in prefill.send_to_scheduler.requests:
+        prefill.answer(message)
+    assert len(await task) == 3
 
 
 def test_memory_is_bounded(monkeypatch):
@@ -487,54 +456,47 @@ def test_memory_is_bounded(monkeypatch):
     assert asyncio.run(told()) == list(range(20, 30))
 
 
-def test_a_prompt_is_tokenized_once_for_all_of_its_samples():
+@looped
+async def test_a_prompt_is_tokenized_once_for_all_of_its_samples():
     """On both workers, by the loop that serves all requests."""
-
-    async def test():
-        made, read = Manager(*MODES[0]), []
-        made.last_text, made.async_dynamic_batch_tokenizer = ("", []), None
-        made.tokenizer = lambda texts: {"input_ids": [read.append(text) or [len(text)] for text in texts]}
-        obj = GenerateReqInput(text=["one prompt", "another"], sampling_params={"n": 3}, bootstrap_room=[11, 12])
-        obj.normalize_batch_and_arguments()
-        samples.give_rooms(obj, None)
-        tokens = [(await made._tokenize_texts(obj[i].text))[0] for i in range(obj.batch_size)]
-        assert tokens == [[10]] * 3 + [[7]] * 3 and read == ["one prompt", "another"]
-        # Where a prompt is cut, it is its own.
-        assert len(set(map(id, tokens))) == 6
-        with pytest.raises(ValueError, match="cannot be empty"):
-            await made._tokenize_texts("")
-        assert await made._tokenize_texts(["a", "bc"]) == ([[1], [2]], None)
-
-    run(test())
+    made, read = Manager(*MODES[0]), []
+    made.last_text, made.async_dynamic_batch_tokenizer = ("", []), None
+    made.tokenizer = lambda texts: {"input_ids": [read.append(text) or [len(text)] for text in texts]}
+    obj = GenerateReqInput(text=["one prompt", "another"], sampling_params={"n": 3}, bootstrap_room=[11, 12])
+    obj.normalize_batch_and_arguments()
+    samples.give_rooms(obj, None)
+    tokens = [(await made._tokenize_texts(obj[i].text))[0] for i in range(obj.batch_size)]
+    assert tokens == [[10]] * 3 + [[7]] * 3 and read == ["one prompt", "another"]
+    # Where a prompt is cut, it is its own.
+    assert len(set(map(id, tokens))) == 6
+    with pytest.raises(ValueError, match="cannot be empty"):
+        await made._tokenize_texts("")
+    assert await made._tokenize_texts(["a", "bc"]) == ([[1], [2]], None)
 
 
 # ---- adapters, which are held for each sample ----
 
 
-def test_an_adapter_is_held_by_what_was_sent_only():
-    async def test():
-        prefill = with_adapters(Manager(*MODES[0]))
-        task = asyncio.ensure_future(answers(prefill, body(lora_path=["a", None])))
-        await until(lambda: prefill.send_to_scheduler.requests, task)
-        prefill.samples.announced([11, 12])
-        await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
-        assert prefill.lora_registry.held == ["id of a"] * 3
-        warmup, *others = prefill.send_to_scheduler.requests
-        # Its end releases nothing.
-        assert warmup.rid not in prefill.rid_to_state
-        for message in others:
-            prefill.answer(message)
-        await task
-
-    run(test())
+@looped
+async def test_an_adapter_is_held_by_what_was_sent_only():
+    prefill = with_adapters(Manager(*MODES[0]))
+    task = asyncio.ensure_future(answers(prefill, body(lora_path=["a", None])))
+    await until(lambda: prefill.send_to_scheduler.requests, task)
+    prefill.samples.announced([11, 12])
+    await until(lambda: len(prefill.send_to_scheduler.requests) == 7, task)
+    assert prefill.lora_registry.held == ["id of a"] * 3
+    warmup, *others = prefill.send_to_scheduler.requests
+    # Its end releases nothing.
+    assert warmup.rid not in prefill.rid_to_state
+    for message in others:
+        prefill.answer(message)
+    await task
 
 
-def test_an_adapter_of_samples_that_were_not_sent_is_released():
-    async def test():
-        prefill = with_adapters(Manager(*MODES[0], context_len=2))
-        prefill.samples.announced([11, 12])
-        with pytest.raises(ValueError, match="longer than"):
-            await answers(prefill, body(3, lora_path="a"))
-        assert prefill.lora_registry.held == []
-
-    run(test())
+@looped
+async def test_an_adapter_of_samples_that_were_not_sent_is_released():
+    prefill = with_adapters(Manager(*MODES[0], context_len=2))
+    prefill.samples.announced([11, 12])
+    with pytest.raises(ValueError, match="longer than"):
+        await answers(prefill, body(3, lora_path="a"))
+    assert prefill.lora_registry.held == []

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.disaggregation.itl_gate import ItlGate
-from sglang.srt.disaggregation.step_time import MOST_DRIFT
+from sglang.srt.disaggregation.itl_gate import UNKNOWN_ANSWER, ItlGate, Load
+from sglang.srt.disaggregation.step_time import Estimate
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from test_itl_target import batch, estimate, made, plan, req
 
 MS = 1e-3
 ENDED = FINISH_LENGTH(0)
@@ -205,23 +206,23 @@ def test_the_gauge_says_at_once_that_nobody_is_held_any_more():
     assert written == [3, 0]
 
 
-def test_another_ranks_prompts_are_no_requests_of_a_step():
-    """The gate takes no step for as long as they made it; clients wait for it."""
-    gates = [ItlGate(15.0) for _ in range(2)]
-    for gate, prompts in zip(gates, (False, True), strict=True):
-        now = 0.0
-        for n in range(200):
-            reqs = [Asked(500, 100, 100) for _ in range(1 + n % 8)]
-            beside = {"forward_mode": ForwardMode.DECODE, "is_extend_in_batch": False}
-            now += 0.004 + 0.0005 * max(len(reqs), 4)
-            gate.note_step(SimpleNamespace(reqs=reqs, global_num_tokens=[len(reqs), 4], **beside), None, now)
-            if prompts and n % 4 == 0:
-                now += 0.2
-                beside["is_extend_in_batch"] = True
-                gate.note_step(SimpleNamespace(reqs=reqs, global_num_tokens=[len(reqs), 2048], **beside), None, now)
-        gate.take(gate.own())
-    alone, beside = (gate.estimate for gate in gates)
-    # 0.2 s in every fourth step are beyond what is allowed to be said of them.
-    assert (alone.waits, beside.waits) == (1000, 1000 * MOST_DRIFT)
-    assert alone == beside._replace(decode=alone.decode, waits=1000) and alone.requests == 8
-    assert beside.decode.of(4, 4) == pytest.approx(alone.decode.of(4, 4), rel=0.05)
+def test_how_long_it_takes_until_a_request_decodes():
+    gate = made(10)
+    quick, slow = req(10), req(10)
+    load = Load()
+    for one in (quick, slow):
+        assert gate.add(load, plan(10), one)
+    others = [req(10)]
+    for step in range(30):
+        joined = [quick] * (step >= 3) + [slow] * (step >= 20)
+        gate.note_step(batch([*others, *joined]), SimpleNamespace(), step / 100)
+    assert list(gate._delays) == [3, 20] and not gate._admitted
+    assert Estimate.of(gate.own()).delay == 3
+
+
+def test_how_much_a_request_grows():
+    gate = made(10, estimate(answer=100))
+    growths = [gate._growth(req(10, done, most=500)) for done in (0, 40, 99, 300)]
+    assert growths == [100, 60, 25, 25]
+    assert [gate._growth(req(10, done, most=30)) for done in (0, 30, 31)] == [30, 0, 0]
+    assert [made(10)._growth(req(10, done, most=5000)) for done in (0, 400)] == [UNKNOWN_ANSWER] * 2

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from decode_world import World, asked, queue, serve, tokens
-from engine_classes import engine_class
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +20,9 @@ from ranks import assert_same
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode_radix.admission import ABORT_INTERVAL, DecodeAdder
 from sglang.srt.disaggregation.decode_radix.budget import LiveReqs
-from sglang.srt.disaggregation.itl_gate import SEED, UNKNOWN_ANSWER, ItlGate, ItlHooks, Load
+from sglang.srt.disaggregation.itl_gate import SEED, ItlGate, Load
 from sglang.srt.disaggregation.step_time import WIDTH, Estimate, Parts
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
-from sglang.srt.managers.scheduler_runtime_checker_mixin import SchedulerRuntimeCheckerMixin
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from speculating_loop import SpeculatingLoop
@@ -107,29 +105,25 @@ def admitted_by(gate: ItlGate, *more: Any, live: tuple = (), prompt: int = 10) -
 # ---- figures ----
 
 
-def test_requests_are_added_as_far_as_a_step_keeps_the_target():
-    # 1 ms and 1 ms for each request.
-    assert admitted_by(made(8.5, estimate())) == 7
-    assert admitted_by(made(8.5, estimate()), live=tuple(req(10) for _ in range(5))) == 2
-    # 1 ms, and 0.1 ms for each of 10 tokens.
-    assert admitted_by(made(8.5, estimate(1, 0, 0.1))) == 7
-
-
-def test_one_request_is_added_whatever_it_takes():
-    for figures in (None, estimate(), estimate(per_token=5.0)):
-        assert admitted_by(made(0.001, figures)) == (SEED if figures is None else 1)
-    assert admitted_by(made(0.001, estimate()), live=(req(1),)) == 0
-
-
-def test_a_step_that_gives_several_tokens_may_take_longer():
-    assert admitted_by(made(4.5, estimate(milli_tokens=2000))) == 8
-    assert admitted_by(made(4.5, estimate(milli_tokens=1000))) == 3
-
-
-def test_what_requests_wait_for_besides_leaves_less_time_for_steps():
-    """With as long again for prompts beside them, steps of 5 ms keep a target of 10."""
-    half, whole = (made(10, estimate(waits=waits)) for waits in (2000, 1000))
-    assert admitted_by(half) == 4 and admitted_by(whole) == 9
+@pytest.mark.parametrize(
+    ("ms", "figures", "live", "added"),
+    [
+        # 1 ms and 1 ms for each request.
+        (8.5, estimate(), 0, 7),
+        (8.5, estimate(), 5, 2),
+        # 1 ms, and 0.1 ms for each of 10 tokens.
+        (8.5, estimate(1, 0, 0.1), 0, 7),
+        # Steps that give two tokens; and with as long again for prompts beside them.
+        (4.5, estimate(milli_tokens=2000), 0, 8),
+        (10, estimate(waits=2000), 0, 4),
+        # One, whatever it takes, and a few where nothing is known.
+        *((0.001, figures, 0, 1) for figures in (estimate(), estimate(per_token=5.0))),
+        (0.001, estimate(), 1, 0),
+        (0.001, None, 0, SEED),
+    ],
+)
+def test_requests_are_added_as_far_as_a_step_keeps_the_target(ms, figures, live, added):
+    assert admitted_by(made(ms, figures), live=tuple(req(10) for _ in range(live))) == added
 
 
 def test_no_further_than_twice_what_has_been_seen():
@@ -138,22 +132,6 @@ def test_no_further_than_twice_what_has_been_seen():
     # Tokens: no more than twice 100, but for the first few.
     assert admitted_by(made(1000, estimate(known_tokens=100)), prompt=25) == 8
     assert admitted_by(made(1000, estimate(known_tokens=10)), prompt=25) == SEED
-
-
-def test_what_grows_is_reckoned_with_as_far_as_steps_may_become_a_tenth_longer():
-    """Each token of a step costs 10 us, and the target is 10 ms."""
-    figures = estimate(0, 0, 0.01, answer=100)
-    gate = made(10.0, figures)
-    load = Load()
-    for _ in range(5):
-        load.add(100, 120)
-    # 5 ms now, and 11 when they end. Who ends before that makes no step longer.
-    assert gate._covers(load) and load.steps(Parts(*figures[:3]))[1].longest == 11 * MS
-    load.add(300, 10)
-    assert gate._covers(load)
-    load.remove_last(0)
-    load.add(1, 120)
-    assert not gate._covers(load)
 
 
 @given(
@@ -173,37 +151,6 @@ def test_the_longest_steps_are_those_of_a_simulation(reqs, shared, parts):
     begin, end = load.steps(Parts(*parts))
     assert end.longest == max(times.values())
     assert begin.longest == max(times[start] for *_, start in reqs)
-
-
-def test_who_is_on_the_way_counts_from_when_it_will_decode():
-    """1 ms a request, and two of four that run will have ended when the next can decode."""
-    ending, lasting = [req(10, done=9, most=12) for _ in range(2)], [req(10, most=100) for _ in range(2)]
-    for delay, more in ((0, 0), (2, 0), (4, 2)):
-        gate = made(5.0, estimate(answer=12, delay=delay))
-        assert admitted_by(gate, live=(*ending, *lasting)) == more, delay
-    # Those that were admitted a while ago will be there earlier.
-    gate = made(5.0, estimate(answer=12, delay=8))
-    coming = req(10)
-    assert gate.add(Load(), plan(10), coming)
-    gate._steps += 6
-    load = gate.load(SimpleNamespace(running=(), coming=(coming, req(10))))
-    # Of the other nothing is known: it may come at once.
-    assert [start for _, start, _ in load.reqs] == [2, 0]
-
-
-@pytest.mark.parametrize("delay", [0, 8, 50])
-def test_what_is_not_sent_decodes_beside_those_that_run_now(delay):
-    """Retracted requests that come back, and prompts computed here, were taken to come as late as a transfer."""
-    gate, ending = made(5.0, estimate(answer=12, delay=delay)), [req(10, done=9, most=12) for _ in range(4)]
-    load = gate.load(SimpleNamespace(running=ending, coming=()))
-    again = req(10, done=4, most=12)
-    assert not gate.add(load, plan(10), again, at_once=True)
-    assert gate.add(gate.load(SimpleNamespace(running=ending[1:], coming=())), plan(10), again, at_once=True)
-    # Also in the next step, if it has not begun by then; and how soon it did says nothing of transfers.
-    load = gate.load(SimpleNamespace(running=ending[1:], coming=(again,)))
-    assert [start for _, start, _ in load.reqs] == [0] * 4
-    gate.note_step(batch([again]), SimpleNamespace(), 1.0)
-    assert not gate._delays
 
 
 @pytest.mark.parametrize("delay", [0, 8, 50])
@@ -248,28 +195,6 @@ def test_a_burst_of_prompts_that_are_computed_here_keeps_the_target(delay):
     loop.run(between)
     # 1 ms and 1 ms for each of them.
     assert most == 4 and len(loop.told) == 8
-
-
-def test_how_long_it_takes_until_a_request_decodes():
-    gate = made(10)
-    quick, slow = req(10), req(10)
-    load = Load()
-    for one in (quick, slow):
-        assert gate.add(load, plan(10), one)
-    others = [req(10)]
-    for step in range(30):
-        joined = [quick] * (step >= 3) + [slow] * (step >= 20)
-        gate.note_step(batch([*others, *joined]), SimpleNamespace(), step / 100)
-    assert list(gate._delays) == [3, 20] and not gate._admitted
-    assert Estimate.of(gate.own()).delay == 3
-
-
-def test_how_much_a_request_grows():
-    gate = made(10, estimate(answer=100))
-    growths = [gate._growth(req(10, done, most=500)) for done in (0, 40, 99, 300)]
-    assert growths == [100, 60, 25, 25]
-    assert [gate._growth(req(10, done, most=30)) for done in (0, 30, 31)] == [30, 0, 0]
-    assert [made(10)._growth(req(10, done, most=5000)) for done in (0, 400)] == [UNKNOWN_ANSWER] * 2
 
 
 def test_shared_prefixes_count_once_where_they_are_read_once():
@@ -354,27 +279,16 @@ def test_nobody_waits_for_a_step_over_prompts_while_nobody_decodes():
     assert found == [10, 10]
 
 
-def test_a_step_of_nobody_is_none():
-    """Whose requests have all been taken out of it before its result came."""
-    gate = made(10)
-    gate.note_step(batch([req(10)]), SimpleNamespace(), 1.0)
-    gate.note_step(batch([]), SimpleNamespace(), 1.5)
-    gate.note_step(batch([req(10)]), SimpleNamespace(), 1.510)
-    assert gate.decode.seconds() is None or gate.decode.seconds() == pytest.approx(0.010)
-    for n in range(1, 5):
-        gate.note_step(batch([req(10)]), SimpleNamespace(), 1.510 + n / 100)
-    assert gate.decode.seconds() == pytest.approx(0.010)
-
-
 def test_clients_wait_for_prompts_of_another_dp_rank():
     """Their step gives tokens here and is no step like others: what it took more than these is waited for."""
     gate, result, both = made(10), SimpleNamespace(), [req(10), req(20)]
     found = seen(gate)
     for now in range(40):
-        gate.note_step(batch(both, global_num_tokens=[2, 2]), result, now / 100)
+        gate.note_step(batch(both, global_num_tokens=[2, 7]), result, now / 100)
     gate.note_step(batch(both, global_num_tokens=[2, 512], is_extend_in_batch=True), result, 0.44)
-    gate.note_step(batch(both, global_num_tokens=[2, 2]), result, 0.45)
+    gate.note_step(batch(both, global_num_tokens=[2, 7]), result, 0.45)
     assert found[-2:] == [10, 10 + 40]
+    assert gate.decode.most()[0] == 7, "of the fullest rank"
 
 
 def test_accepted_drafts_and_lengths_of_answers():
@@ -386,24 +300,6 @@ def test_accepted_drafts_and_lengths_of_answers():
     gate.note_step(batch([ended, given_up]), SimpleNamespace(), 0.08)
     told = Estimate.of(gate.own())
     assert told is not None and told.milli_tokens == 2500 and told.answer == 30
-
-
-def test_dp_ranks_that_step_together_count_the_fullest():
-    gate = made(10)
-    for n in range(5):
-        gate.note_step(batch([req(10)], global_num_tokens=[1, 7]), SimpleNamespace(), n / 100)
-    assert gate.decode.most()[0] == 7
-
-
-def test_an_idle_turn_of_the_loop_ends_the_time_of_steps(monkeypatch):
-    monkeypatch.setattr(engine_class(SchedulerRuntimeCheckerMixin), "self_check_during_idle", lambda self: None)
-    gate = made(10)
-    gate.note_step(batch([req(1)]), SimpleNamespace(), 1.0)
-    worker = object.__new__(SchedulerRuntimeCheckerMixin)
-    hooks = SimpleNamespace(idle=[ItlHooks(gate).idle], has_work=[])
-    worker.disagg_decode_transfer_queue = SimpleNamespace(hooks=hooks, quarantine=[])
-    worker.self_check_during_idle()
-    assert gate._watch._ended is None
 
 
 # ---- on a worker ----
@@ -510,18 +406,6 @@ def test_ranks_that_could_not_agree_look_again_in_the_next_step(monkeypatch):
     assert sum(asked(requests)) == 2
 
 
-def test_a_better_estimate_lets_more_in_although_nobody_has_ended():
-    world = World(size=512, max_reqs=16, options=target(3.5))
-    known(world, estimate())
-    requests = queue(world, *(tokens(n, 8) for n in range(1, 5)))
-    world.step()
-    assert sum(asked(requests)) == 2
-    known(world, estimate(per_request=0.5)).take(estimate())
-    for _ in range(17):
-        world.step()
-    assert sum(asked(requests)) == 4
-
-
 def test_a_higher_priority_goes_first_when_there_is_time_again():
     world = World(size=512, max_reqs=16, options=target(2.5))
     world.scheduler.enable_priority_scheduling, world.scheduler.schedule_low_priority_values_first = True, True
@@ -564,25 +448,6 @@ def test_a_retracted_request_waits_for_time_and_goes_before_others():
     world.check()
 
 
-def test_those_held_back_for_time_are_counted_and_looked_at_now_and_then(monkeypatch):
-    world = World(size=512, max_reqs=16, options=target(4.5))
-    gate = known(world, estimate())
-    running = [serve(world, tokens(n, 8), max_new=90).req for n in (1, 2, 3)]
-    for req in running[1:]:
-        world.retract(req)
-    known(world, estimate(per_request=1.5))
-    looks: list[Any] = []
-    load = gate.load
-    monkeypatch.setattr(gate, "load", lambda live: looks.append(live) or load(live))
-    # With one of them a step takes 4 ms of 4.5, as measured.
-    for _ in range(ABORT_INTERVAL):
-        world.step()
-        assert running[1] in world.running and world.queue.retracted_queue == [running[2]]
-        assert gate.state()["held"] == 1 and len(looks) == 1
-    world.step()
-    assert len(looks) == 2 and gate.state()["held"] == 1
-
-
 @pytest.mark.parametrize("queued", [0, 1])
 def test_one_odd_measurement_keeps_no_retracted_request_back(queued):
     """Until somebody ends, which may take minutes. Nor while nobody else waits."""
@@ -602,15 +467,6 @@ def test_one_odd_measurement_keeps_no_retracted_request_back(queued):
             # As the scheduler, for transfers and failures.
             world.queue.pop_preallocated()
     assert running[1] in world.running
-
-
-def test_alone_a_retracted_request_comes_back_whatever_it_takes():
-    world = World(size=512, max_reqs=16, options=target(0.001))
-    known(world, estimate())
-    one = serve(world, tokens(1, 8), max_new=9).req
-    world.retract(one)
-    world.step()
-    assert one in world.running
 
 
 def shifting(seed: int) -> Iterator[list[int]]:

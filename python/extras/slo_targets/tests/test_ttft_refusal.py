@@ -93,22 +93,6 @@ def test_nobody_is_refused_who_can_be_in_time(clock, load, burst):
     assert loaded.run(800, load, burst) == pytest.approx(load, rel=0.07) and not loaded.refused
 
 
-def test_a_burst_after_little_to_do_is_not_judged_by_that(clock):
-    """One request per second had its first token after half a second: a hundred may have theirs as fast."""
-    refusal = TtftRefusal(TtftTarget(TARGET_S))
-    for arrival in range(RECENT):
-        refusal.joined(arrival, 0)
-        refusal.admitted(arrival)
-        clock.now += 0.5
-        refusal.first_token()
-        refusal.left(arrival)
-        clock.now += 0.5
-    refusal.take(refusal.own())
-    for arrival in range(1000, 1100):
-        assert refusal.refuses(0) is None
-        refusal.joined(arrival, 0)
-
-
 def test_one_long_prompt_is_not_the_pace_of_those_behind_it(clock):
     refusal = TtftRefusal(TtftTarget(0.5))
     for arrival in range(RECENT):

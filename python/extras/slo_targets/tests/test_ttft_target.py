@@ -69,17 +69,6 @@ def test_what_leaves_without_an_admission_is_kept_no_longer():
     assert not world.queue.queue and not target_of(world)._in_time
 
 
-def test_what_has_been_admitted_is_kept_no_longer(clock):
-    ttft = TtftTarget(1e9)
-    for arrival in range(5):
-        ttft.joined(arrival)
-        if arrival != 2:
-            ttft.admitted(arrival, 0)
-    assert list(ttft._in_time) == [2] and ttft.own() == [0]
-    clock.now += 2e9
-    assert ttft.own() == [3] and not ttft._in_time
-
-
 # ---- who is late ----
 
 
@@ -102,28 +91,6 @@ def test_who_has_waited_for_longer_than_is_left_of_the_target(clock):
     assert target.state(0)["takes_ms"] == 100.0
     # Who is late remains so.
     assert target.own() == [2]
-
-
-def test_all_are_late_where_nobody_can_be_in_time(clock):
-    """The order is that of arrival then, as without a target."""
-    target = TtftTarget(2.0)
-    target.arrived(5.0)
-    for number in range(4):
-        target.joined(number)
-    clock.now += 1e-6
-    assert target.own() == [4]
-
-
-def test_what_one_rank_measures_all_go_by(clock):
-    target = TtftTarget(1.0)
-    target.joined(0)
-    clock.now += 5
-    assert target.own() == [1] and not target.is_late(0)
-    for agreed in (0, 1):
-        target.take([agreed])
-        assert not target.is_late(0), "the order of this step may have been made"
-        target.begin_step()
-        assert target.is_late(0) == (agreed == 1) and not target.is_late(1)
 
 
 # ---- the order ----

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from decode_world import World
 from overlapped_loop import LoopEnds
 from sglang.srt.disaggregation.decode_radix.budget import Lengths
-from sglang.srt.disaggregation.draft_budget import DraftLengths, DraftSlots
 from speculating_loop import SpeculatingLoop
-
-
-def test_what_is_drafted_counts_to_the_end_of_an_answer():
-    plain, lengths = Lengths(16, 100), DraftLengths(16, 100, 4096, DraftSlots(held=8, free=32))
-    assert (plain.at_end(30, 10), plain.at_end(30, 500)) == (48, 144)
-    # 40 tokens and 8 ahead of them in three pages, then in four.
-    assert (lengths.at_end(30, 10), lengths.at_end(30, 11)) == (48 + 32, 64 + 32)
-    assert lengths.at_end(30, 500) == 144 + 32
-    assert (plain.lacked_at_most, lengths.lacked_at_most) == (112, 112 + 32)
-    # What the pool does not have nobody can wait for; the tokens themselves are another matter.
-    assert [replace(lengths, pool_size=size).at_end(30, 10) for size in (70, 64, 48, 40)] == [64, 64, 48, 48]
 
 
 @pytest.mark.parametrize(

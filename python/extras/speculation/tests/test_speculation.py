@@ -6,7 +6,6 @@ import itertools
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 import test_prefix_watch
 from engine_classes import args_of, engine_class
@@ -16,7 +15,6 @@ from overlapped_loop import LoopEnds
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.common.drafts import describe_draft
 from sglang.srt.disaggregation.decode_radix import overlap_guard
-from sglang.srt.disaggregation.decode_radix.overlap_guard import OverlapGuard
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 from sglang.srt.managers import undrafted_kv
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -24,7 +22,6 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.decode_radix_cache import DecodeRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from speculating_loop import SpeculatingLoop
-from test_late_step import batch
 from test_overlap_guard import Play, scripts
 
 from sglang_pd_radix.tools.make_model import DRAFT, ModelShape, make_model
@@ -255,22 +252,6 @@ def test_with_drafts_events_have_the_tokens_of_pages():
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events)), type=KVEventBatch)
     stored = [event for event in told.events if isinstance(event, BlockStored)]
     assert [event.token_ids for event in stored[:3]] == [prompt[:4], prompt[4:8], prompt[8:12]]
-
-
-@pytest.mark.parametrize(
-    ("page_size", "ended", "pages"),
-    [
-        # Positions 3 to 8 of the first, 8 and 9 of the second, 5 to 7 of the third.
-        (4, [0], [1, 4, 7]),
-        (4, [1, 2], [2, 8]),
-        (1, [0], [7, 16, 28, 29, 30, 31]),
-        (1, [1], [8, 9]),
-        (1, [0, 2], [7, 16, 28, 29, 30, 31, 33, 34, 35]),
-    ],
-)
-def test_pages_of_a_step_that_drafts(page_size, ended, pages):
-    found = OverlapGuard(batch(speculates=True), ended, page_size).pages
-    assert found.dtype == np.int64 and sorted(found.tolist()) == pages
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,17 +42,33 @@ class World(mooncake_world.World):
                 assert staging.space.free == [(0, staging.space.size)]
 
 
-def staged(monkeypatch, prefill_tp: int, decode_tp: int, pieces: int, page_size: int = 4) -> World:
-    """Two workers whose staging buffers hold pieces of two pages, ``pieces`` of them on decode."""
-    world = World(monkeypatch, page_size, prefill_tp, decode_tp, staging=True)
-    for rank in world.decode:
-        size = pieces * 2 * sum(rank.manager.kv_args.kv_item_lens)
-        rank.manager.staging.space = Space(-(-size // ALIGNMENT) * ALIGNMENT)
-    for rank in world.prefill:
-        share = max(1, decode_tp // prefill_tp)
-        for buffer in rank.manager._staging_ctx.buffers:
-            buffer.size_bytes = 2 * sum(rank.manager.kv_args.kv_item_lens) // share
-    return world
+@pytest.fixture
+def make(monkeypatch) -> Iterator[Callable[..., World]]:
+    """Makes two workers, and closes them. pieces: of two pages, as many as the staging buffers of decode hold."""
+    made: list[World] = []
+
+    def make(prefill_tp: int = 1, decode_tp: int = 1, pieces: int = 0, **options: Any) -> World:
+        world = World(monkeypatch, prefill_tp=prefill_tp, decode_tp=decode_tp, **{"staging": True, **options})
+        made.append(world)
+        for rank in world.decode if pieces else ():
+            size = pieces * 2 * sum(rank.manager.kv_args.kv_item_lens)
+            rank.manager.staging.space = Space(-(-size // ALIGNMENT) * ALIGNMENT)
+        for rank in world.prefill if pieces else ():
+            share = max(1, decode_tp // prefill_tp)
+            for buffer in rank.manager._staging_ctx.buffers:
+                buffer.size_bytes = 2 * sum(rank.manager.kv_args.kv_item_lens) // share
+        return world
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def serve(world: World) -> None:
+    request = world.request(1, 30, 8).bootstrap().send(4)
+    request.finish()
+    request.assert_landed()
+    world.assert_books_closed()
 
 
 SIZES = [(1, 2), (2, 1), (4, 2), (1, 4)]
@@ -64,10 +80,10 @@ SIZES = [(1, 2), (2, 1), (4, 2), (1, 4)]
     [(4, 79, 4, [5, 6, 11]), (4, 40, 40, []), (1, 23, 7, [8, 16])],
 )
 def test_trap_21_pieces_land_where_they_belong_behind_a_prefix(
-    monkeypatch, prefill_tp, decode_tp, page_size, prompt_len, prefix_len, chunks
+    make, prefill_tp, decode_tp, page_size, prompt_len, prefix_len, chunks
 ) -> None:
     """Chunks that are no whole cells of the engine's grid: it begins at the first page, and so does none of these."""
-    world = staged(monkeypatch, prefill_tp, decode_tp, pieces=3, page_size=page_size)
+    world = make(prefill_tp, decode_tp, pieces=3, page_size=page_size)
     request = world.request(1, prompt_len, prefix_len).bootstrap().send(*chunks)
     request.finish()
     request.assert_landed()
@@ -81,12 +97,11 @@ def test_trap_21_pieces_land_where_they_belong_behind_a_prefix(
         assert rank.library.descriptors == (pieces + 1) * targets
         # Each of its bytes once.
         assert rank.library.written == rank.manager.events.sent_bytes + 64 * targets
-    world.close()
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES[:2])
-def test_requests_that_want_more_than_the_staging_buffer_take_turns(monkeypatch, prefill_tp, decode_tp) -> None:
-    world = staged(monkeypatch, prefill_tp, decode_tp, pieces=1)
+def test_requests_that_want_more_than_the_staging_buffer_take_turns(make, prefill_tp, decode_tp) -> None:
+    world = make(prefill_tp, decode_tp, pieces=1)
     requests_ = [world.request(room, 30, 4 * (room % 3), aux=room) for room in range(4)]
     for request in requests_:
         request.base += 8 * request.room
@@ -97,39 +112,30 @@ def test_requests_that_want_more_than_the_staging_buffer_take_turns(monkeypatch,
         request.finish()
     assert_landed(*requests_)
     world.assert_books_closed()
-    world.close()
 
 
-def test_equal_sizes_and_decodes_without_the_flag_use_no_pieces(monkeypatch) -> None:
-    world = World(monkeypatch, prefill_tp=2, decode_tp=2, staging=True)
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+def test_equal_sizes_and_decodes_without_the_flag_use_no_pieces(make) -> None:
+    world = make(prefill_tp=2, decode_tp=2)
+    serve(world)
     for rank in world.prefill:
         assert rank.library.descriptors == rank.manager.events.runs * 2 * LAYERS + 1
-    world.close()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_worker_without_staging_buffers_gets_slices(monkeypatch, side: str) -> None:
-    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+def test_a_worker_without_staging_buffers_gets_slices(make, side: str) -> None:
+    world = make(prefill_tp=1, decode_tp=2)
     for rank in getattr(world, side):
         if side == "prefill":
             rank.manager.enable_staging = False
         else:
             rank.manager.staging = None
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+    serve(world)
     assert world.prefill[0].library.descriptors > 2 * 22
-    world.close()
 
 
 @pytest.mark.parametrize("when", ["before a grant", "granted", "copied in part"])
-def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, when: str) -> None:
-    world = staged(monkeypatch, 1, 2, pieces=1)
+def test_staging_memory_of_a_request_that_is_given_up_comes_back(make, when: str) -> None:
+    world = make(1, 2, pieces=1)
     library, stagings = world.prefill[0].library, [rank.manager.staging for rank in world.decode]
     holder = world.request(1, 8, 0, aux=1).bootstrap()
     request = world.request(2, 40, 4).bootstrap(fenced=True)
@@ -166,13 +172,12 @@ def test_staging_memory_of_a_request_that_is_given_up_comes_back(monkeypatch, wh
     holder.finish()
     reasons(request.senders)
     world.assert_books_closed()
-    world.close()
 
 
-def test_writes_by_way_of_staging_that_fail_are_not_tried_for_each_request(monkeypatch) -> None:
+def test_writes_by_way_of_staging_that_fail_are_not_tried_for_each_request(monkeypatch, make) -> None:
     """Each may take the transport's time-out, in which this thread writes for no other decode worker either."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUEUE_SIZE", "1")
-    world = staged(monkeypatch, 1, 2, pieces=32)
+    world = make(1, 2, pieces=32)
     tried: list[str] = []
     library = world.prefill[0].library
     # The engine's: none is tried again, however long this takes.
@@ -198,13 +203,12 @@ def test_writes_by_way_of_staging_that_fail_are_not_tried_for_each_request(monke
     for request in requests:
         wait_quiet(request)
     world.assert_books_closed()
-    world.close()
 
 
-def test_a_piece_that_cannot_be_made_fails_its_request_alone(monkeypatch) -> None:
+def test_a_piece_that_cannot_be_made_fails_its_request_alone(monkeypatch, make) -> None:
     """Memory that is short on prefill's device says nothing of decode."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUEUE_SIZE", "1")
-    world = staged(monkeypatch, 1, 2, pieces=32)
+    world = make(1, 2, pieces=32)
     gather, calls = staging_buffer.gather_all_layers_to_staging, itertools.count()
 
     def short_of_memory(*args: Any) -> Any:
@@ -219,43 +223,33 @@ def test_a_piece_that_cannot_be_made_fails_its_request_alone(monkeypatch) -> Non
     wait_quiet(first)
     second.send().finish()
     world.assert_books_closed()
-    world.close()
 
 
-def test_mla_has_no_staging_buffer_and_needs_none(monkeypatch) -> None:
-    world = World(monkeypatch, prefill_tp=2, decode_tp=1, mla=True, staging=True)
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+def test_mla_has_no_staging_buffer_and_needs_none(make) -> None:
+    world = make(prefill_tp=2, decode_tp=1, mla=True)
+    serve(world)
     assert world.decode[0].manager.staging_offer is None
-    world.close()
 
 
-def test_staging_buffers_too_small_for_a_page_are_left_alone(monkeypatch, caplog) -> None:
-    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+def test_staging_buffers_too_small_for_a_page_are_left_alone(make, caplog) -> None:
+    world = make(prefill_tp=1, decode_tp=2)
     for buffer in world.prefill[0].manager._staging_ctx.buffers:
         buffer.size_bytes = 100
-    request = world.request(1, 30, 8).bootstrap().send(4)
-    request.finish()
-    request.assert_landed()
-    world.assert_books_closed()
+    serve(world)
     # Once for each decode rank, not for each chunk.
     assert caplog.text.count("Staging buffers are too small") == 2
-    world.close()
 
 
-def test_ranks_that_share_heads_send_slices(monkeypatch) -> None:
-    world = World(monkeypatch, prefill_tp=1, decode_tp=2, staging=True)
+def test_ranks_that_share_heads_send_slices(make) -> None:
+    world = make(prefill_tp=1, decode_tp=2)
     world.prefill[0].manager.kv_args.total_kv_head_num = HEADS // 2
     request = world.request(1, 8, 0).bootstrap()
     assert all(world.prefill[0].manager._piece_pages(info) == 0 for info in request.senders[0].state.asked.values())
-    world.close()
 
 
-def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
+def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch, make) -> None:
     monkeypatch.setattr(mooncake_staging, "PATIENCE_S", 0.1)
-    world = staged(monkeypatch, 1, 2, pieces=1)
+    world = make(1, 2, pieces=1)
     request = world.request(1, 40, 4).bootstrap()
     for rank in world.decode:
         rank.manager.staging.space.take(rank.manager.staging.space.size)
@@ -265,19 +259,17 @@ def test_a_decode_that_is_gone_is_not_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(world.prefill[0].manager, "are_gone", lambda ranks: True)
     request.wait_senders(KVPoll.Failed)
     assert "which was to grant staging memory, is gone" in reasons(request.senders)[0]
-    world.close()
 
 
-def test_a_decode_that_grants_nothing_is_not_waited_for_for_ever(monkeypatch) -> None:
+def test_a_decode_that_grants_nothing_is_not_waited_for_for_ever(monkeypatch, make) -> None:
     monkeypatch.setattr(mooncake_staging, "PATIENCE_S", 0.1)
-    world = staged(monkeypatch, 2, 1, pieces=1)
+    world = make(2, 1, pieces=1)
     world.decode[0].manager.staging.space.take(world.decode[0].manager.staging.space.size)
     request = world.request(1, 40, 4).bootstrap().send()
     for rank in world.prefill:
         rank.manager.bootstrap_timeout = 0.2
     on_prefill, on_decode = request.fail()
     assert "granted no staging memory" in on_prefill and "granted no staging memory" in on_decode
-    world.close()
 
 
 def piece_frames(kind: bytes, *values: int) -> list[bytes]:
@@ -299,8 +291,8 @@ def piece_frames(kind: bytes, *values: int) -> list[bytes]:
         ([[b"1", b"staged", b"0"]], "has 3 frames"),
     ],
 )
-def test_a_piece_that_cannot_be_right_fails_its_room_only(monkeypatch, frames: list, why: str) -> None:
-    world = staged(monkeypatch, 2, 1, pieces=2)
+def test_a_piece_that_cannot_be_right_fails_its_room_only(make, frames: list, why: str) -> None:
+    world = make(2, 1, pieces=2)
     bad = world.request(1, 40, 0).bootstrap(fenced=True)
     decode = push(world.decode[0])
     for message in frames:
@@ -315,7 +307,6 @@ def test_a_piece_that_cannot_be_right_fails_its_room_only(monkeypatch, frames: l
     good.finish()
     good.assert_landed()
     world.assert_books_closed()
-    world.close()
 
 
 @pytest.mark.parametrize(("start", "offset"), [(0, -1), (-1, 0)])
@@ -326,9 +317,9 @@ def test_a_grant_below_the_staging_buffer_is_refused(start: int, offset: int) ->
         wire.Grant.read(frames)
 
 
-def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:
+def test_the_engines_prefill_is_offered_no_staging_buffer(make) -> None:
     """It would fill it by its own grid. Its requests for cells are left unanswered, and it sends slices."""
-    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+    world = make(prefill_tp=2, decode_tp=1)
     world.decode[0].manager.prefills.capabilities.clear()
     world.request(1, 8, None).start_prefill()
     receiver = MooncakeKVReceiver(world.decode[0].manager, world.addr, 1)
@@ -336,7 +327,6 @@ def test_the_engines_prefill_is_offered_no_staging_buffer(monkeypatch) -> None:
     until(lambda: bool(world.prefill[0].manager.decode_kv_args_table), "decode has registered")
     (registration,) = world.prefill[0].manager.decode_kv_args_table.values()
     assert registration.staging is None
-    world.close()
 
 
 class Device(DeltaStaging):
@@ -381,9 +371,9 @@ def test_a_copy_on_a_gpu_holds_its_memory_until_it_is_done() -> None:
     assert staging.space.free == [(0, ALIGNMENT)]
 
 
-def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> None:
+def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch, make) -> None:
     """One thread wants the books of rooms with those of staging in hand, the other the other way round."""
-    world = staged(monkeypatch, 2, 1, pieces=2)
+    world = make(2, 1, pieces=2)
     told, ending = threading.Event(), threading.Event()
     stuck, ends = world.request(1, 24, 8).bootstrap(fenced=True), world.request(2, 24, 8, aux=1).bootstrap(fenced=True)
     (decode,), close_books = world.decode, ends.receivers[0]._forget_room
@@ -412,17 +402,15 @@ def test_a_grant_that_cannot_be_sent_while_another_request_ends(monkeypatch) -> 
     assert not scheduler.is_alive()
     stuck.wait_receivers(KVPoll.Failed)
     assert "could not grant staging memory" in reasons(stuck.receivers)[0]
-    world.close()
 
 
 @pytest.fixture
-def devices(monkeypatch) -> Iterator[World]:
+def devices(make) -> World:
     """Decode has two ranks, whose copies are done when told so."""
-    world = staged(monkeypatch, 1, 2, pieces=2)
+    world = make(1, 2, pieces=2)
     for rank in world.decode:
         rank.manager.staging.__class__ = Device
-    yield world
-    world.close()
+    return world
 
 
 def test_pages_are_kept_while_they_are_copied_to_when_another_rank_fails(devices: World) -> None:
@@ -495,10 +483,10 @@ def test_a_success_without_all_pieces_is_a_failure(devices: World) -> None:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(monkeypatch, prefill_tp, decode_tp):
+def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(make, prefill_tp, decode_tp):
     sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp, "staging": True}
     for stages in ((5,), (2, 3)):
-        world = World(monkeypatch, stages=stages, **sizes)
+        world = make(stages=stages, **sizes)
         request = world.request(1, 26, 8).bootstrap()
         # In one piece a rank sends as many runs as there are pieces; in slices, of pages that are no run, one for each.
         request.send()
@@ -506,17 +494,15 @@ def test_stages_send_slices_where_one_rank_would_fill_staging_buffers(monkeypatc
         request.assert_landed()
         runs = [rank.manager.events.runs for rank in world.prefill]
         assert (max(runs) < request.num_pages - request.first_page) == (len(stages) == 1)
-        world.close()
 
 
 @pytest.mark.parametrize(("stages", "pieces"), [((5,), 1), ((2, 3), 0)])
-def test_the_bootstrap_server_says_whether_it_asks_for_pieces(monkeypatch, stages, pieces) -> None:
+def test_the_bootstrap_server_says_whether_it_asks_for_pieces(make, stages, pieces) -> None:
     """Staging buffers are laid out for one stage."""
-    world = World(monkeypatch, stages=stages)
+    world = make(stages=stages, staging=False)
     answer = requests.get(f"http://{world.addr}/decode_prefix", timeout=30).json()
     assert list(answer.items())[:2] == [("version", 1), ("pieces", pieces)]
     assert ("pieces" in world.decode[0].manager.prefills.of(world.addr).others) == pieces
-    world.close()
 
 
 def test_a_backend_without_pieces_says_so() -> None:
@@ -527,8 +513,8 @@ def test_a_backend_without_pieces_says_so() -> None:
             assert answer["pieces"] == said
 
 
-def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch) -> None:
-    world = World(monkeypatch, prefill_tp=2, decode_tp=1, staging=True)
+def test_prefill_survives_bad_messages_about_the_engines_staging(make) -> None:
+    world = make(prefill_tp=2, decode_tp=1)
     prefill = push(world.prefill[0])
     for frames in (
         [b"WATERMARK"],
@@ -541,12 +527,11 @@ def test_prefill_survives_bad_messages_about_the_engines_staging(monkeypatch) ->
     request = world.request(1, 24, 4).bootstrap().send()
     request.finish()
     request.assert_landed()
-    world.close()
 
 
-def test_decode_says_once_that_it_uses_no_staging_buffer(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_decode_says_once_that_it_uses_no_staging_buffer(make, caplog: pytest.LogCaptureFixture) -> None:
     """A prefill with staging buffers asks for each chunk, and then sends without."""
-    world = World(monkeypatch)
+    world = make(staging=False)
     request, decode = world.request(1, 10, 4).bootstrap(), push(world.decode[0])
     for frames in (
         [b"STAGING_REQ", b"1", b"0", b"2", b"127.0.0.1:1"],
@@ -558,4 +543,3 @@ def test_decode_says_once_that_it_uses_no_staging_buffer(monkeypatch, caplog: py
     assert caplog.text.count("uses staging buffers") == 1
     request.send().finish()
     request.assert_landed()
-    world.close()
