@@ -36,7 +36,7 @@ def vary(
     simulate: of a mode, with a setting. Raises ValueError for a name that it does not know.
     """
     name, _, values = given.partition("=")
-    headings = [name, *(heading for heading, *_ in COMPARED), "within the promise", f"{modes[0]} loses in"]
+    headings = [name, *(heading for heading, *_ in COMPARED), f"{modes[0]} loses in"]
     rows = []
     for value in values.split(","):
         pair, ordinary = (simulate(mode, f"{name}={value}") for mode in modes)
@@ -46,7 +46,6 @@ def vary(
         ]
         for figures in (pair, ordinary):
             tell(figures)
-        promised = ", ".join(f"{figures['kept']['both']:.0%}" for figures in (pair, ordinary) if "kept" in figures)
-        rows.append([value, *cells, promised or "–", ", ".join(loses(pair, ordinary)) or "nothing"])
+        rows.append([value, *cells, ", ".join(loses(pair, ordinary)) or "nothing"])
     lines = [headings, ["---"] * len(headings), *rows]
     return f"{modes[0]}, {modes[1]}:\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.timeout
     steps = Display()
     steps.now(f"asking {args.gateway} to send {url} nothing new")
-    steps.done(leave(args.gateway, url, deadline, steps.now))
+    steps.done(leave(args.gateway, url, deadline, steps.now, ends=process is not None))
     wait_empty(url, deadline, steps.now)
     steps.done(f"{url} has ended what it had")
     if process is not None:
@@ -70,20 +70,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None]) -> str:
+def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None], ends: bool = False) -> str:
     """Have ``gateway`` remove a worker, with all its DP ranks. Returns a report.
 
-    Raises PdRadixError if it does not know the worker, if removal fails or takes beyond ``deadline``, or if it is the
-    last worker of its kind.
+    A worker that it does not list has been removed before, by an earlier drain or service discovery. ends: its process
+    will be ended, so it must be listed. Raises PdRadixError if removal fails or takes beyond ``deadline``, or if it is
+    the last worker of its kind.
     """
     known = _known(gateway, deadline, say)
     # DP ranks may be separate workers.
     ours = [worker for worker in known if worker["url"] == url]
     if not ours:
-        others = sorted({worker["url"] for worker in known})
+        others = ", ".join(sorted({worker["url"] for worker in known})) or "none"
+        if not ends and (role := _role(url, deadline)):
+            return f"{gateway} lists no worker {url}, but {others}; {url} answers as a {role} worker"
         raise PdRadixError(
-            f"{gateway} knows no worker {url}, but {', '.join(others) or 'none'}: name it as the gateway does; "
-            "one that it has let go of can be ended when pd-radix top shows it idle"
+            f"{gateway} knows no worker {url}, but {others}: name it as the gateway does; "
+            "without --pid a worker is drained that was removed before"
         )
     nameless = [worker for worker in ours if "id" not in worker]
     if nameless:
@@ -110,6 +113,17 @@ def leave(gateway: str, url: str, deadline: float, say: Callable[[str], None]) -
             raise PdRadixError(f"{gateway} {said} of {url}, and still uses it after {until - began:.0f} s")
         time.sleep(LOOK_S)
     return f"{gateway} sends {url} nothing new"
+
+
+def _role(url: str, deadline: float) -> str:
+    """The kind of PD worker at an address; "" if none answers in `LET_GO_S` seconds."""
+    until = min(time.monotonic() + LET_GO_S, deadline)
+    while True:
+        rank = Reader([url]).look().ranks[0]
+        # A busy worker answers late.
+        if not rank.unheard or unreached(url) == os.strerror(errno.ECONNREFUSED) or time.monotonic() > until:
+            return rank.role if rank.role in ("prefill", "decode") else ""
+        time.sleep(LOOK_S)
 
 
 def _known(gateway: str, deadline: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -184,8 +198,9 @@ def check_pid(pid: int) -> psutil.Process:
     try:
         if pid <= 1:
             raise psutil.NoSuchProcess(pid, msg="no process of a worker has that number")
+        os.kill(pid, 0)
         return psutil.Process(pid)
-    except psutil.Error as error:
+    except (psutil.Error, OSError, OverflowError) as error:
         raise PdRadixError(f"--pid {pid}: {error}") from error
 
 

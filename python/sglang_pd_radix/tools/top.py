@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     # Also refuses NaN.
     if not args.interval > 0:
         raise PdRadixError(f"--interval is {args.interval:g}: give a number of seconds above 0")
-    if not args.json and not os.isatty(1):
+    if not args.json and (not os.isatty(1) or os.environ.get("TERM") == "dumb"):
         raise PdRadixError("the live view needs a terminal as its output: give --json to look once")
     urls = addresses(args.worker, args.gateway, args.deployment)
     check_listening(urls)

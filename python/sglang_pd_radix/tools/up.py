@@ -33,6 +33,7 @@ from .cluster import (
     named_gateway,
     option_value,
 )
+from .cluster.gateway import check_options
 from .cluster.startup import NotReadyError
 from .keeper import RESTARTS, STEADY_S, Keeper
 from .progress import Display
@@ -269,6 +270,8 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
         more["pegaflow"] = pegaflow
     gateway = named_gateway(args.router)
     of_router = split_options(args.router_args, "--router-args")
+    if of_router:
+        check_options(gateway, of_router)
     common = args.engine_options
     of_prefill = split_options(args.prefill_args, "--prefill-args")
     of_decode = split_options(args.decode_args, "--decode-args")

@@ -15,7 +15,7 @@ parted.py     answers that differ: where, and how far apart the two tokens are
 stats.py      percentiles, spreads and ratios
 chart.py      charts as pictures
 compared.py   the table of the sides
-report.py     JSON, Markdown and pictures
+report.py     JSON and Markdown
 record.py     the short record of a report
 command.py    the options, and the order of the runs
 """

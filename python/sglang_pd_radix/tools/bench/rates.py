@@ -71,11 +71,6 @@ class Trial:
         """`kept`; unknown if requests were sent at another rate."""
         return self.kept if self.on_time else 0.0
 
-    @property
-    def good_per_s(self) -> float:
-        """Requests within both limits, per second of the measurement."""
-        return self.kept * self.requests_per_s
-
     @classmethod
     def of(cls, rate: float, run: Run, slo: Slo) -> Trial:
         late = percentile(run.late_s, 90) if run.late_s else 0.0

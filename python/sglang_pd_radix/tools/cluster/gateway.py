@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
@@ -96,6 +97,19 @@ def named_gateway(name: str | None) -> Gateway:
     if not gateway.installed:
         raise PdRadixError(f"--router {name}: it is not installed; pip install {name}")
     return gateway
+
+
+def check_options(gateway: Gateway, given: Sequence[str]) -> None:
+    """Raise PdRadixError for options ``given`` that the gateway does not take: it starts last."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    importlib.import_module(f"{gateway.package}.router_args").RouterArgs.add_cli_args(parser)
+    try:
+        _, unknown = parser.parse_known_args([*given])
+    except argparse.ArgumentError as error:
+        raise PdRadixError(f"--router-args: {error}") from error
+    if unknown:
+        command = f"python {' '.join(gateway.module)} --help"
+        raise PdRadixError(f"--router-args: {gateway} has no option {unknown[0]}: see {command}")
 
 
 def options(

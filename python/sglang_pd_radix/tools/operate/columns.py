@@ -50,14 +50,18 @@ def _free(rank: Rank) -> float | None:
 
 
 def _status(rank: Rank) -> str:
+    # The figures after it have to be seen too; `summary` says which worker does not answer.
     if rank.error:
-        return rank.error
+        return rank.error[:STATUS]
     if rank.audit:
-        return f"AUDIT: {rank.audit[0]}"
+        return f"AUDIT: {rank.audit[0]}"[:STATUS]
     if rank.in_step_s is not None:
         return f"busy {rank.in_step_s:.0f} s"
     return "idle" if rank.idle else "busy"
 
+
+# Most characters of a status.
+STATUS = 24
 
 #: What the columns show, in lines that fit a terminal of 80 columns.
 LEGEND = """\

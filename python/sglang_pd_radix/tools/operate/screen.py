@@ -18,7 +18,7 @@ REQUESTS = ("request", "worker", "state", "seconds", "prompt", "held", "out")
 
 def watch(reader: Reader, interval: float, sort: str) -> None:
     """Show the workers every ``interval`` seconds, sorted by a column, until an exception ends it."""
-    with Live(screen=True, auto_refresh=False) as live:
+    with Live(Text("looking ..."), screen=True, auto_refresh=False) as live:
         while True:
             live.update(view(reader.look(), sort), refresh=True)
             time.sleep(interval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -194,6 +195,18 @@ def test_the_last_of_its_kind_stays(found, capsys):
     assert drained(gateway, first) == 0
     assert drained(gateway, second) == 1
     assert gateway.let_go == ["/workers/id-1"]
+
+
+def test_a_worker_that_the_gateway_has_removed_before_is_waited_for(found, capsys):
+    """As by smg's service discovery, once a pod is to end."""
+    gateway, _, worker, _ = found
+    gateway.answers["/workers"]["workers"] = [
+        one for one in gateway.answers["/workers"]["workers"] if worker.address not in one["url"]
+    ]
+    assert drained(gateway, worker) == 0 and gateway.let_go == []
+    assert "answers as a decode worker" in capsys.readouterr().err
+    assert drained(gateway, worker, "--pid", str(os.getppid())) == 1
+    assert "name it as the gateway does" in capsys.readouterr().err
 
 
 def test_a_worker_that_nobody_knows_and_one_that_is_gone(found, capsys):

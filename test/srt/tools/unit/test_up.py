@@ -177,6 +177,14 @@ def test_smg_leaves_no_busy_worker_out_unless_it_is_told_when(tmp_path, given, k
     assert router.command.count("--disable-worker-overload-protection") == kept
 
 
+@pytest.mark.parametrize(("given", "says"), [("--polcy x", "smg has no option --polcy"), ("--policy x", "--policy")])
+def test_an_option_that_the_gateway_does_not_take_is_refused(monkeypatch, given, says):
+    """It starts last, after the workers."""
+    monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
+    with pytest.raises(PdRadixError, match=f"--router-args: .*{says}"):
+        up.cluster_from(parse("--model-path", "m/x", "--router-args", given))
+
+
 def test_a_gateway_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.delenv("SGLANG_PD_RADIX", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
