@@ -20,6 +20,7 @@ from typing import Any
 
 from sglang_pd_radix.environment import API_KEY, patches_engine
 from sglang_pd_radix.errors import PdRadixError
+from sglang_pd_radix.patching import loader
 from sglang_pd_radix.supplied import cpu_host, mooncake_host, pegaflow_host
 
 from . import process_group
@@ -257,6 +258,8 @@ def cluster_from(args: argparse.Namespace, **more: Any) -> Cluster:
     """
     if not args.timeout > 0:
         raise PdRadixError(f"--timeout {args.timeout:g}: must be above 0")
+    # Refuses unknown names, which else each worker would.
+    loader.extras()
     check_json(args.json)
     check_log_dir(args.log_dir)
     # The router takes IP addresses only.
