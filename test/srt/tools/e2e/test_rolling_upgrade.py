@@ -71,6 +71,8 @@ def test_versions_and_the_flag_change_under_load(clusters, model, versions):
         prefill_env=[old, old],
         decode_env=[old, old],
         common_args=["--page-size", str(PAGE)],
+        # A decode worker without the flag has to miss two, else it goes on to ask ranks of the prefill that has ended.
+        env={"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"},
         backend="nixl",
     )
     held = {}
