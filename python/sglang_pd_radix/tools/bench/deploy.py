@@ -91,6 +91,11 @@ class Side:
     env: tuple[tuple[str, str], ...] = ()
     aggregated: bool = False
 
+    @property
+    def refuses(self) -> bool:
+        """Whether its decode worker answers 503 to requests that would be late."""
+        return any(option.endswith(",refuse") for option in self.options)
+
     @classmethod
     def parse(cls, name: str, text: str) -> Side:
         """A side with the flag from a shell-like ``text``: ``VARIABLE=value ... --option ...``."""
@@ -115,12 +120,13 @@ OFF, ON, AGGREGATED = Side("off", radix=False), Side("on"), Side("aggregated", a
 @dataclass(frozen=True)
 class Variant:
     """One side of a deployment. ``workers``: index of its decode worker, or of its ordinary servers if
-    ``aggregated``."""
+    ``aggregated``. ``refuses``: see `Side.refuses`."""
 
     name: str
     radix: bool
     workers: tuple[int, ...]
     aggregated: bool = False
+    refuses: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -133,7 +139,7 @@ class Variant:
 def variants(sides: Sequence[Side] = (OFF, ON)) -> list[Variant]:
     """All sides. Decode workers are numbered in their order; aggregated comes last."""
     return [
-        Variant(side.name, side.radix, (0, 1) if side.aggregated else (i,), side.aggregated)
+        Variant(side.name, side.radix, (0, 1) if side.aggregated else (i,), side.aggregated, side.refuses)
         for i, side in enumerate(sides)
     ]
 
@@ -202,7 +208,8 @@ class Deployment:
     @property
     def _routes(self) -> list[str]:
         """Further router options."""
-        return ["--policy", POLICY, *self.gateway.asks_nobody]
+        # A retry would go to the same pair, and hide a failure.
+        return ["--policy", POLICY, "--disable-retries", *self.gateway.asks_nobody]
 
     def __enter__(self) -> Deployment:
         self.cluster.start()

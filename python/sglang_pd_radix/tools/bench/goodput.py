@@ -128,7 +128,9 @@ def open_loop(workload: Workload, rate: float, seconds: float, tokens: Tokens) -
         for request, at in zip(requests, times, strict=True)
     ]
     warm: list[Request] = [request for asked in workload.warm for request in asked]
-    return dataclasses.replace(workload, rounds=[timed], warm=[warm] if warm else [], concurrency=None, stream=False)
+    return dataclasses.replace(
+        workload, rounds=[timed], warm=[warm] if warm else [], concurrency=None, stream=False, may_refuse=True
+    )
 
 
 def lasting_s(slo: Slo) -> float:
@@ -345,8 +347,8 @@ def measure(
 def compare(
     deployment: Deployment, load: LoadGenerator, workload: Workload, runs: Sequence[Run], show: Display
 ) -> Compared:
-    """Compare the answers of all ``runs``: request i of ``workload`` is the same at every rate."""
-    partings = parted.find(runs)
+    """Compare the answers of all ``runs`` without refusals: request i of ``workload`` is the same at every rate."""
+    partings = parted.find([run for run in runs if not run.refused])
     if not partings:
         return Compared()
     try:
@@ -386,7 +388,9 @@ def entry_of(
 def told(trial: Trial) -> str:
     """A measurement as one line."""
     return (
-        f"{trial.kept:.0%} of {trial.requests} requests within both, {trial.requests_per_s:.2f} requests/s, "
+        f"{trial.kept:.0%} of {trial.requests} requests within both ({trial.in_time_per_s:.2f}/s), "
+        + (f"{trial.refused / trial.requests:.0%} refused, " if trial.refused else "")
+        + f"{trial.requests_per_s:.2f} requests/s, "
         f"TTFT p90 {1e3 * trial.ttft_p90_s:.0f} ms, ITL mean {1e3 * trial.itl_mean_s:.1f} ms, "
         f"p90 {1e3 * trial.itl_p90_s:.1f} ms"
         + ("" if trial.on_time else f"; sent too late: by {1e3 * trial.late_p90_s:.0f} ms p90")

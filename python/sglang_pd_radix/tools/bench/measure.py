@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang_pd_radix.tools.cluster import http, log_tail
 from sglang_pd_radix.tools.cluster.local_http import servers_key
 
 from . import breakdown
-from .asked import Asked, RequestFailed
+from .asked import REFUSED, Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
 from .stats import p99, percentile
@@ -175,6 +176,8 @@ class Run:
     late_s: list[float] = field(default_factory=list)
     # Records of measured requests with a rid.
     lives: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    # Requests that the side refused, which are in no other field.
+    refused: int = 0
 
     @property
     def digest(self) -> str:
@@ -202,6 +205,8 @@ class _Course:
         self._histories: dict[int, list[int]] = {}
         self.answered: list[list[Asked]] = []
         self.rounds: list[dict[str, float]] = []
+        # Requests answered with status 503.
+        self.refused = 0
         self._before = deployment.counters(variant)
 
     @property
@@ -212,7 +217,7 @@ class _Course:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Send the unmeasured requests before a round."""
         concurrency, check = self._workload.concurrency, self._steady.check
-        _ask(self._load, self._url, requests, [r.ids for r in requests], concurrency, False, check)
+        _ask(self._load, self._url, requests, [r.ids for r in requests], concurrency, False, False, check)
         for request in requests:
             self._keeper.send(request.ids)
         self._before = self._deployment.counters(self._variant)
@@ -221,7 +226,12 @@ class _Course:
         """Send a round."""
         workload, histories, check = self._workload, self._histories, self._steady.check
         prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
-        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, check)
+        refuses = workload.may_refuse and self._variant.refuses
+        outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, refuses, check)
+        served = [not _refused(output) for output in outputs]
+        self.refused += served.count(False)
+        requests, prompts = [*compress(requests, served)], [*compress(prompts, served)]
+        outputs = [*compress(outputs, served)]
         if is_last:
             self._steady.stop()  # so that what they sent is complete when the workers are sampled
         beside = self._steady.fresh()
@@ -280,6 +290,7 @@ def run_once(
         [a.tpot_s for a in asked],
         sent_late(asked),
         breakdown.collect(deployment, variant, workload, asked, len(steady.asked)),
+        course.refused,
     )
 
 
@@ -332,6 +343,10 @@ def _round_of(
     }
 
 
+def _refused(output: dict[str, Any]) -> bool:
+    return (output["error"] or "").startswith(REFUSED)
+
+
 def _ask(
     load: LoadGenerator,
     url: str,
@@ -339,14 +354,18 @@ def _ask(
     prompts: Sequence[Sequence[int]],
     concurrency: int | None,
     encode: bool,
+    refuses: bool,
     check: Callable[[], None],
 ) -> list[dict[str, Any]]:
+    """Send requests and wait for the answers, which may be `REFUSED` if the side ``refuses``; not the first one."""
     body = [
         {"ids": list(prompt), "answer": request.answer, "arrival_s": request.arrival_s}
         for prompt, request in zip(prompts, requests, strict=True)
     ]
     outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, check)["outputs"]
     for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
+        if refuses and i > 1 and _refused(output):
+            continue
         if output["error"]:
             check()  # a dead worker is a better reason than its failed request
             raise RequestFailed(f"request {i} of {len(requests)} failed: {output['error']}")

@@ -51,8 +51,8 @@ def parse_rates(text: str, names: Collection[str]) -> list[tuple[str, float]]:
 class Trial:
     """One measurement of a side.
 
-    rate: intended, per second. kept: share that kept both limits. late_p90_s: send delay, seconds. on_time: whether
-    that is small enough for the rate to hold.
+    rate: intended, per second. kept: share that kept both limits; refused ones did not. Times are of the others.
+    late_p90_s: send delay, seconds. on_time: whether that is small enough for the rate to hold.
     """
 
     rate: float
@@ -65,6 +65,12 @@ class Trial:
     itl_p90_s: float
     late_p90_s: float = 0.0
     on_time: bool = True
+    refused: int = 0
+
+    @property
+    def in_time_per_s(self) -> float:
+        """Requests within both limits, per second of arrivals."""
+        return self.rate * self.kept
 
     @property
     def kept_at_rate(self) -> float:
@@ -75,10 +81,11 @@ class Trial:
     def of(cls, rate: float, run: Run, slo: Slo) -> Trial:
         late = percentile(run.late_s, 90) if run.late_s else 0.0
         pairs = list(zip(run.ttft_s, run.tpot_s, strict=True))
+        requests = len(pairs) + run.refused
         return cls(
             rate,
-            len(pairs),
-            sum(slo.kept(ttft, itl) for ttft, itl in pairs) / len(pairs),
+            requests,
+            sum(slo.kept(ttft, itl) for ttft, itl in pairs) / requests,
             run.figures["requests_per_s"],
             percentile(run.ttft_s, 50),
             percentile(run.ttft_s, 90),
@@ -86,6 +93,7 @@ class Trial:
             percentile(run.tpot_s, 90),
             late,
             late <= LATE * slo.ttft_s,
+            run.refused,
         )
 
 

@@ -59,6 +59,7 @@ class Workload:
 
     ``warm``: unmeasured requests before each round, or none. In a ``chat``, round n holds turn n of every client, one
     request each; each prompt begins with its group's previous prompt and answer. ``steady``: unmeasured clients beside.
+    ``may_refuse``: a side that refuses late requests may answer 503.
     """
 
     key: str
@@ -69,6 +70,7 @@ class Workload:
     concurrency: int | None = None
     chat: bool = False
     stream: bool = False
+    may_refuse: bool = False
     notes: list[str] = field(default_factory=list)
     steady: Steady | None = None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools.arguments import hidden
 from sglang_pd_radix.tools.bench import measure, workload
+from sglang_pd_radix.tools.bench.asked import RequestFailed
 from sglang_pd_radix.tools.cluster.local_http import API_KEY
 
 # `load.py` over an engine whose requests take 20 ms each, one after the other, with a comment in each stream; a prompt
@@ -137,8 +139,24 @@ def test_requests_that_fail_say_why_though_none_is_whole(load, prompts):
     checked = []
     asked = [workload.Request((prompt,), 2) for prompt in prompts]
     with pytest.raises(PdRadixError, match=r"request \d of 2 failed: no decode worker"):
-        measure._ask(load, "", asked, [r.ids for r in asked], 1, False, lambda: checked.append(True))
+        measure._ask(load, "", asked, [r.ids for r in asked], 1, False, False, lambda: checked.append(True))
     assert checked, "a worker that died says more"
+
+
+def test_only_a_side_that_refuses_may_answer_503():
+    outputs = [{"error": None, "tokens": 2}, {"error": "Service Unavailable: data: {}", "tokens": 0}]
+    alone = SimpleNamespace(run=lambda job, check: {"outputs": outputs})
+    asked = [workload.Request((3,), 2)] * 2
+
+    def ask(refuses):
+        return measure._ask(alone, "", asked, [r.ids for r in asked], 1, False, refuses, lambda: None)
+
+    assert ask(True) == outputs
+    with pytest.raises(RequestFailed, match="request 2 of 2 failed: Service Unavailable"):
+        ask(False)
+    outputs.reverse()  # Nothing is measured then.
+    with pytest.raises(RequestFailed, match="request 1 of 2"):
+        ask(True)
 
 
 def test_the_servers_key_is_sent_and_shown_to_nobody(load, monkeypatch, tmp_path):

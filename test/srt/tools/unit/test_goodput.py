@@ -364,6 +364,26 @@ def test_a_request_that_fails_ends_the_search_of_its_side_alone(monkeypatch):
     assert problem in goodput.markdown({"setting": {}, "workloads": [found]})
 
 
+def test_refused_requests_are_not_kept(monkeypatch):
+    side = deploy.Side.parse("refuse", "--disaggregation-decode-ttft-target 2000,refuse")
+    served = Served(monkeypatch, (deploy.OFF, side))
+    monkeypatch.setitem(served.slots, "refuse", 64)
+    assert [one.refuses for one in served.deployment.variants] == [False, True]
+
+    def half_refused(*args):
+        run = served.run_once(*args)
+        half = slice(len(run.ttft_s) // 2)
+        return dataclasses.replace(run, ttft_s=run.ttft_s[half], tpot_s=run.tpot_s[half], refused=len(run.ttft_s[half]))
+
+    monkeypatch.setattr(goodput, "run_once", half_refused)
+    found = served.measure(rates=[("refuse", 2.0)])
+    (seen,) = found["trials"]["refuse"]
+    assert seen["requests"] == 2 * seen["refused"] and seen["kept"] == 0.5
+    assert "50% of 40 requests within both (1.00/s), 50% refused" in goodput.markdown(
+        {"setting": {}, "workloads": [found]}
+    )
+
+
 def test_a_side_that_serves_nothing_leaves_the_others(monkeypatch):
     served = Served(monkeypatch)
     monkeypatch.setattr(goodput, "run_once", failing(served.run_once, lambda name, number, rate: name == "on"))

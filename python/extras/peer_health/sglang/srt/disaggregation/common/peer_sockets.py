@@ -11,6 +11,7 @@ Upstream: none is known. sgl-project/sglang#34289 (open) finds a prefill that wa
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +74,7 @@ class _Peer:
         # process has ended. And when it last sent a message: it is about to reconnect then.
         self.away_since: float | None = time.monotonic()
         self.was_there = self.is_gone = False
-        self.spoke_at = 0.0
+        self.spoke_at = -math.inf
         try:
             self.socket.set(zmq.IPV6, int(is_ipv6))
             self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
