@@ -65,7 +65,8 @@ class StateKind:
     #: Its plural in messages; None if the engine's RadixCache serves its models.
     word: str | None = None
     #: Whether `Memory` includes its free capacity. Then it has an allocator, ``pool``, and
-    #: ``alloc``, which takes the slots that prefill writes to.
+    #: ``alloc``, which takes the slots that prefill writes to; and its own `available`, `need` and
+    #: `kept`, or `take` would end the worker.
     has_pool = False
     pool: Any
     alloc: Any
@@ -102,7 +103,11 @@ class StateKind:
         return NOTHING_KEPT
 
     def take(self, req: Req, num_tokens: int, plan: AdmissionPlan, delta: torch.Tensor) -> None:
-        """Allocate as ``plan`` says. delta: new KV slots, int64. An exception ends the worker."""
+        """Allocate as ``plan`` says. delta: new KV slots, int64. An exception ends the worker.
+
+        The extra frees it: in `cache_finished_req` of a layer of the tree, or in ``free`` of the
+        req_to_token pool.
+        """
 
     # ---- transfers ----
 

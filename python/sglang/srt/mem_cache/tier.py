@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Tier:
-    """The tier of one rank. This one keeps nothing."""
+    """The tier of one rank. This one keeps nothing.
+
+    The extra kept_kv calls `stop` and `wait`; metrics and pool_state read the figures.
+    """
 
     # Its name in messages.
     name = "a tier"

@@ -157,7 +157,10 @@ NO_EVENTS = Events()
 
 
 class DecodeHooks:
-    """Hooks of one decode rank with a radix cache. ``of`` gets the new transfer queue."""
+    """Hooks of one decode rank with a radix cache.
+
+    ``of`` gets the new transfer queue, which has `policy`. There is no admission queue yet.
+    """
 
     # ---- what is measured ----
 
