@@ -258,6 +258,7 @@ def test_the_users_own_files_are_left_alone(tmp_path, theirs):
     with pytest.raises(PdRadixError, match=rf"holds other files \({named}\): give a new or empty directory"):
         make_model(tmp_path, ModelShape("qwen3"))
     assert all((tmp_path / name).read_text() == "the user's own" for name in theirs)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {*theirs}
 
 
 def test_a_full_disk_leaves_nothing_half(tmp_path, monkeypatch):
