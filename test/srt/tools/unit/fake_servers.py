@@ -53,9 +53,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
                           "extra": os.environ.get("EXTRA")})
         if self.path == "/leave":
             os._exit(0)
-        if fault == "dies-later" and self.path == "/die":
-            print("MemoryError: no more", flush=True)
-            os._exit(1)
     def answer(self, status, document):
         content = json.dumps(document).encode()
         self.send_response(status)

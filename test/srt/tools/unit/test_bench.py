@@ -334,10 +334,6 @@ def test_further_sides_are_compared_with_off_and_on_with_them():
 
 def test_answers_that_differ_are_counted():
     assert report.compare_answers([["a", "b"], ["a", "b"], ["a", "c"]]) == [0, 0, 1]
-    entry = a_document()["workloads"][0]
-    assert report.identity(entry) == "all 12"
-    entry["runs"][3]["different_answers"] = 2
-    assert report.identity(entry) == "10 of 12"
 
 
 def test_no_reader_finds_half_a_report(tmp_path):
@@ -357,13 +353,6 @@ def test_the_report_is_complete(chat):
     widths = [line.count("|") for line in text.splitlines() if line.startswith("|")]
     assert set(widths) == ({6, 10, 9} if chat else {6, 10, 7})
     assert ("| lower bound | TTFT p50, ms, off | TTFT p50, ms, on |" in text) == chat
-
-
-def test_each_side_is_compared_with_off_and_on_with_it():
-    made = deploy.variants([deploy.OFF, deploy.ON, deploy.Side("today")])
-    assert [v.workers for v in made] == [(0,), (1,), (2,)]
-    pairs = [(p.title, p.label) for p in report.pairs({"variants": [v.name for v in made]})]
-    assert pairs == [("on / off", "on"), ("today / off", "today"), ("on / today", "on / today")]
 
 
 def test_a_chart_has_its_texts_in_lines_that_fit():
@@ -406,6 +395,7 @@ def test_the_command_says_what_it_can_measure(capsys):
         (["--only", "f", "--trace", "/none"], "cannot read the trace /none"),
         (["--compare", "today"], "--compare today: write NAME:OPTIONS"),
         (["--compare", "on:--x"], "on is the name of something else"),
+        (["--compare", "aggregated:--x"], "aggregated is the name of something else"),
         (["--compare", "b:--x", "--compare", "b:--y"], "b is the name of something else"),
         (["--compare", "b:x"], "b: x is neither an engine option nor VARIABLE=value"),
         (["--on", "A=1 b"], "on: b is neither an engine option nor VARIABLE=value"),

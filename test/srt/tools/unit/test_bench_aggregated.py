@@ -34,18 +34,6 @@ def value(planned, option):
 # ---- options ----
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--compare", "aggregated:--x"], "aggregated is the name of something else"),
-    ],
-)
-def test_what_does_not_go_with_it_gets_one_clear_line(tmp_path, capsys, options, said):
-    assert cli.main(["bench", "--work-dir", str(tmp_path), *options]) == 1
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
-
-
 def test_it_is_the_last_side_and_only_if_asked_for():
     more = ("--only", "c,i,j", "--compare", "local:--x")
     assert [side.name for side in command.chosen_sides(parsed("--aggregated", *more))] == [
@@ -95,12 +83,6 @@ def test_as_many_ordinary_servers_as_a_pair_has_workers_share_its_kv_memory(tmp_
     assert settings and all(word in router.command for word in settings)
     assert "--worker-urls" not in of_pair and not any(planned[name].url in of_pair for name in engines)
     assert router.wave > planned["engine-1"].wave
-
-
-def test_nothing_of_it_is_there_unless_asked_for(tmp_path):
-    with_it = {p.name for p in a_deployment(tmp_path).cluster.plan()}
-    without = {p.name for p in a_deployment(tmp_path, sides=SIDES[:2]).cluster.plan()}
-    assert with_it - without == {"engine-0", "engine-1", "router-aggregated"}
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])

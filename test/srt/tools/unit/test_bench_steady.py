@@ -133,15 +133,6 @@ def test_a_server_that_has_ended_is_told_while_they_are_waited_for(monkeypatch):
         made.stop()
 
 
-def test_without_them_nothing_is_asked_or_waited_for(monkeypatch):
-    gateway = Gateway(monkeypatch)
-    began = time.monotonic()
-    with steady.SteadyClients(None, "", lambda: None) as made:
-        made.stop()
-    assert time.monotonic() - began < 0.5 and not gateway.seen
-    assert made.figures() == {} and made.fresh() == []
-
-
 # ---- a run beside them ----
 
 

@@ -69,22 +69,6 @@ def test_quantized_numbers_are_the_nearest():
     assert kernels.quantize(torch.full((1, 128), 448.0), 128, "ue8m0")[1].item() == 1
 
 
-def test_rotation_is_by_a_hadamard_matrix():
-    x = torch.randn(4, 3, 128)
-    assert torch.allclose(kernels.rotate(x), x @ hadamard(128), atol=1e-5)
-
-
-@pytest.mark.parametrize("topk", [1, 7, 40, 64])
-def test_the_best_are_selected_and_of_equal_ones_the_first(topk):
-    scores = torch.randint(0, 9, (20, 40)).float()
-    lens = torch.tensor([1, 2, 39, 40] * 5)
-    found = kernels.select(scores, lens, topk)
-    assert found.shape == (20, topk)
-    for row, length, positions in zip(scores.tolist(), lens.tolist(), found.tolist(), strict=True):
-        best = sorted(range(length), key=lambda at: (-row[at], at))[:topk]
-        assert positions == sorted(best) + [-1] * (topk - len(best))
-
-
 def test_scores_do_not_depend_on_the_batch():
     q, _ = kernels.quantize(torch.randn(50, 3, 128))
     keys, scales = kernels.quantize(torch.randn(70, 128))

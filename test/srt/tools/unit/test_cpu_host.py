@@ -25,32 +25,28 @@ def _fresh(monkeypatch):
 # -- when it is active ---------------------------------------------------------------------------------------------
 
 
-def test_active_follows_the_driver(monkeypatch):
+@pytest.mark.parametrize(
+    "switch, driver, platform, other, expected",
+    [
+        (None, False, "linux", False, True),
+        (None, True, "linux", False, False),
+        ("", False, "linux", False, True),
+        # The switch wins over the driver.
+        ("1", True, "linux", False, True),
+        ("0", False, "linux", False, False),
+        # Other platforms and accelerators are left alone.
+        (None, False, "darwin", False, False),
+        (None, False, "linux", True, False),
+    ],
+)
+def test_where_it_is_active(monkeypatch, switch, driver, platform, other, expected):
     monkeypatch.delenv(cpu_host.SWITCH, raising=False)
-    monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: False)
-    monkeypatch.setattr(sys, "platform", "linux")
-    for driver in (True, False):
-        monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda driver=driver: driver)
-        cpu_host.active.cache_clear()
-        assert cpu_host.active() is not driver
-
-
-@pytest.mark.parametrize("switch, driver, expected", [("1", True, True), ("0", False, False), ("", False, True)])
-def test_the_switch_wins_over_the_driver(monkeypatch, switch, driver, expected):
-    monkeypatch.setenv(cpu_host.SWITCH, switch)
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: False)
-    monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: driver)
-    assert cpu_host.active() is expected
-
-
-@pytest.mark.parametrize("platform, other", [("darwin", False), ("linux", True)])
-def test_other_platforms_and_accelerators_are_left_alone(monkeypatch, platform, other):
-    monkeypatch.delenv(cpu_host.SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(cpu_host.SWITCH, switch)
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: False)
+    monkeypatch.setattr(cpu_host, "has_cuda_driver", lambda: driver)
     monkeypatch.setattr(cpu_host, "has_other_accelerator", lambda: other)
-    assert not cpu_host.active()
+    assert cpu_host.active() is expected
 
 
 def test_install_on_a_cuda_host_leaves_no_trace(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -12,14 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from sandbox import Sandbox
 from test_top import POOL, workers
 
-from sglang_pd_radix import __version__
-from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.patching import loader, registry
 from sglang_pd_radix.tools import cli, doctor
 
@@ -306,13 +303,6 @@ def test_loader_probe_sees_an_installation_that_was_not_started(tmp_path: Path) 
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pd-radix {__version__}\n"
-    assert cli.main(["--help"]) == 0
-    assert "doctor" in capsys.readouterr().out
-
-
 def test_sub_command_is_imported_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "sglang_pd_radix.tools.doctor"
     monkeypatch.delitem(sys.modules, name)
@@ -328,18 +318,6 @@ def test_command_that_is_not_installed_is_not_offered(
     assert cli.main(["--help"]) == 0
     assert "not-there" not in capsys.readouterr().out
     assert cli.main(["not-there"]) == 2
-
-
-def test_operator_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(args: argparse.Namespace) -> int:
-        raise PdRadixError("no such model: give --model")
-
-    stand_in = ModuleType("sglang_pd_radix.tools.doctor")
-    stand_in.__spec__ = doctor.__spec__
-    stand_in.add_arguments, stand_in.run = doctor.add_arguments, run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sglang_pd_radix.tools.doctor", stand_in)
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == "pd-radix: no such model: give --model\n"
 
 
 def test_what_a_locale_has_no_letters_for_is_told_without() -> None:

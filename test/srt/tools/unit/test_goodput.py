@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import heapq
 import math
@@ -15,22 +14,15 @@ from hypothesis import strategies as st
 from sglang_pd_radix.errors import PdRadixError
 from sglang_pd_radix.tools import cli
 from sglang_pd_radix.tools.bench import command, deploy, goodput, measure, parted, workload
-from sglang_pd_radix.tools.bench.rates import PRECISION, Search, Trial, search_all
+from sglang_pd_radix.tools.bench.rates import PRECISION, Search, Trial
 
 TOKENS = workload.Tokens(range(400, 1900), 0)
 SHOW = SimpleNamespace(now=lambda text: None, done=lambda text: None)
 SLO = goodput.Slo(2.0, 0.03)
-INFO = {"device": "cpu", "dtype": "float32", "page_size": 16}
 
 
 def trial(rate, kept, requests=100):
     return Trial(rate, requests, kept, rate, 0.1, 0.2, 0.01, 0.02)
-
-
-def searched(measure):
-    searches = {"off": Search()}
-    search_all(searches, lambda name, rate: measure(rate))
-    return searches
 
 
 def made(key="e", **sizes):
@@ -143,11 +135,6 @@ def test_a_workload_without_requests_for_any_rate(monkeypatch):
     assert goodput.table(found)[1] == [["off", "not measured", "", "", "not measured", "", ""]]
 
 
-def test_the_greatest_rate_of_all_is_no_bound_of_what_is_taken(monkeypatch):
-    found = measured_alone(monkeypatch, one_by_one(1e6), made(requests=40000, prompt=1, answer=2))
-    assert goodput.table(found)[1][0][1] == "at least 1024.00" and found["problems"] == []
-
-
 def serve(requests, slots, fixed=0.01, per_request=0.001, prefill=0.02):
     """Times to the first token and between the others, of a server with ``slots`` places and a step that grows."""
     waiting, running, times = list(requests), [], {}
@@ -217,48 +204,16 @@ def test_rates_that_are_given_are_those_measured(monkeypatch):
     assert any("rates were given" in note for note in found["notes"]) and not found["problems"]
     # Of off a rate is known that is too high.
     assert [row[1] for row in goodput.table(found)[1]] == ["2.00 to below 16", "not measured", "at least 8.00"]
-    assert not any("rates were given" in note for note in Served(monkeypatch).measure()["notes"])
+    searched = Served(monkeypatch).measure()
+    assert not any("rates were given" in note for note in searched["notes"])
+    # To the precision of the search it is known.
+    assert not any("to below" in cell for row in goodput.table(searched)[1] for cell in row)
 
 
 def test_a_rate_that_is_given_and_has_too_few_requests_is_told(monkeypatch):
     """160 s at 2 requests/s are 320; it may be kept only because fewer came."""
     notes = Served(monkeypatch).measure(rates=[("off", 2.0)], requests=30)["notes"]
     assert any("too few requests" in note for note in notes)
-
-
-def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
-    served, asked = Served(monkeypatch), []
-
-    def interrupted(*args):
-        asked.append(args)
-        if len(asked) > 9:
-            raise KeyboardInterrupt
-        return served.run_once(*args)
-
-    monkeypatch.setattr(goodput, "run_once", interrupted)
-    found = served.measure()
-    assert [len(trials) for trials in found["trials"].values()] == [2, 2, 2] and "interrupted" in found["problems"][0]
-    assert found["interrupted"] and not Served(monkeypatch).measure()["interrupted"]
-
-
-@pytest.mark.parametrize("interrupted", [True, False])
-def test_an_interruption_ends_the_command_with_what_was_found(interrupted, monkeypatch, tmp_path):
-    made_of = deploy.variants([deploy.OFF])
-    deployment = SimpleNamespace(variants=made_of, info=lambda variant: INFO)
-    monkeypatch.setattr(command, "Deployment", lambda *args, **more: contextlib.nullcontext(deployment))
-    measured = []
-
-    def measure_one(deployment, load, asked, *more, keep):
-        measured.append(asked.key)
-        return {"key": asked.key, "problems": [], "interrupted": interrupted}
-
-    monkeypatch.setattr(goodput, "measure", measure_one)
-    args = options("--slo", "ttft=500,itl=30", "--only", "e,d,f", "--work-dir", str(tmp_path))
-    sizes, document = command.chosen_sizes(args), {"workloads": []}
-    load = SimpleNamespace(wait_ready=lambda: None, words=range(400, 1900))
-    show = SimpleNamespace(now=lambda text: None, done=lambda text: None)
-    command._all(args, sizes, [deploy.OFF], 1, "m", [], load, document, show)
-    assert measured == [entry["key"] for entry in document["workloads"]] == (["e"] if interrupted else ["e", "d", "f"])
 
 
 def answering(run_once, word):
@@ -422,32 +377,6 @@ def test_the_report_says_all_of_it(monkeypatch):
     assert "FAILED: off, " in text and "holds 3 tokens" in text
 
 
-def test_a_side_without_goodput_is_told_as_such():
-    search = searched(lambda rate: trial(rate, 0.0))
-    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, search, [])
-    assert goodput.table(entry)[1] == [["off", "below 0.0625", "", "", "below 0.0625", "", ""]]
-
-
-def test_what_was_not_measured_is_not_said_to_be_too_much():
-    """The search of a side ends at a request that fails, and where somebody interrupts it."""
-    search = Search()
-    for rate, kept in ((8.0, 0.5), (8.0, 0.7), (4.0, 0.95)):
-        search.told(trial(rate, kept))
-    entry = goodput.entry_of(made(requests=20, prompt=4), SLO, {"on": search, "off": Search()}, [])
-    (_, *of_on), of_off = goodput.table(entry)[1]
-    assert (of_on[0], of_on[3:], of_off[1]) == ("4.00 to below 8", ["below 4", "", ""], "not measured")
-
-
-def test_the_gap_between_given_rates_is_told(monkeypatch):
-    """The search finds 7.34 and 14.67: 1 and 8 are what was measured, and no goodput."""
-    rates = [("off", 1.0), ("off", 30.0), ("on", 1.0), ("on", 8.0), ("on", 60.0), ("target", 8.0), ("target", 9.0)]
-    found = Served(monkeypatch).measure(rates=rates)
-    assert [row[1] for row in goodput.table(found)[1]] == ["1.00 to below 30", "8.00 to below 60", "at least 9.00"]
-    # To the precision of the search it is known.
-    whole = Served(monkeypatch).measure()
-    assert not any("to below" in cell for row in goodput.table(whole)[1] for cell in row)
-
-
 def test_a_rate_at_which_a_request_failed_is_too_high(monkeypatch):
     """Whatever was measured before it, and of what was asked for after it nothing is known."""
     served = Served(monkeypatch)
@@ -527,12 +456,6 @@ def test_how_late_requests_are_sent():
 
 def options(*given):
     return cli.build_parser("bench").parse_args(["bench", *given])
-
-
-def test_a_promise_adds_the_side_that_holds_it():
-    sides = command.chosen_sides(options("--slo", "ttft=500,itl=30"))
-    assert [side.name for side in sides] == ["off", "on", "target"]
-    assert [side.name for side in command.chosen_sides(options())] == ["off", "on"]
 
 
 def test_what_does_not_go_with_it():

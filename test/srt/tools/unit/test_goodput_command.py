@@ -34,7 +34,7 @@ def bench(monkeypatch, tmp_path):
         return served.run_once(*args)
 
     def run():
-        sizes = ("--only", "e", "--set", "e.requests=400", "--set", "e.prompt=4", "--set", "e.answer=40")
+        sizes = ("--only", "e,d", "--set", "e.requests=400", "--set", "e.prompt=4", "--set", "e.answer=40")
         return cli.main(["bench", *SLO, *sizes, "--work-dir", str(tmp_path)])
 
     made.run = run
@@ -91,14 +91,23 @@ def test_a_shell_that_passes_the_signal_on_costs_no_measurement_either(where, be
     assert trials_written(bench.out) == {"off": 3, "on": 3, "target": 2}
 
 
-def test_what_nobody_foresaw_costs_no_measurement(bench):
-    def full(number):
-        if number == 12:
-            raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_what_ends_a_run_costs_no_measurement(bench, error):
+    """What nobody foresaw, and Ctrl-C."""
 
-    bench.before = full
+    def fails(number):
+        if number == 12:
+            raise error
+
+    bench.before = fails
     assert bench.run() == 1
     assert trials_written(bench.out) == {"off": 3, "on": 3, "target": 2}
+
+
+def test_what_nobody_ends_goes_on_to_the_next_workload(bench):
+    assert bench.run() == 0
+    entries = json.loads((bench.out / "goodput.json").read_text())["workloads"]
+    assert [(entry["key"], entry["interrupted"]) for entry in entries] == [("e", False), ("d", False)]
 
 
 def test_nothing_is_held_back_afterwards(bench):

@@ -403,15 +403,11 @@ def test_switched_off_leaves_nothing_behind(patched: Sandbox) -> None:
     assert out.splitlines() == ["engine push []", "False"]
 
 
-@pytest.mark.parametrize("no", ["0 ", "false", "False", "no", "n"])
-def test_the_engines_words_for_no_switch_it_off(patched: Sandbox, no: str) -> None:
-    assert patched.run("from sglang.srt.queue import Queue; print(Queue().push())", SGLANG_PD_RADIX=no) == "engine push"
-
-
-@pytest.mark.parametrize("yes", ["", " ", "1", "True", "yes"])
-def test_the_engines_words_for_yes_leave_it_on(patched: Sandbox, yes: str) -> None:
-    program = "from sglang.srt.queue import Queue; print(Queue().push())"
-    assert patched.run(program, SGLANG_PD_RADIX=yes) == "patched engine push"
+@pytest.mark.parametrize("no, yes", [("0 ", ""), ("false", " "), ("False", "1"), ("no", "True"), ("n", "yes")])
+def test_the_engines_words_for_no_and_yes_are_its_own(patched: Sandbox, no: str, yes: str) -> None:
+    for word, who in ((no, "engine"), (yes, "patched engine")):
+        said = patched.run("from sglang.srt.queue import Queue; print(Queue().push())", SGLANG_PD_RADIX=word)
+        assert said == f"{who} push"
 
 
 @pytest.mark.parametrize("word", ["off", "00", "2"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import statistics
 from pathlib import Path
 
 import published
@@ -63,28 +62,6 @@ def test_the_figures_are_those_of_the_recorded_runs(path):
     text, records = path.read_text(), published.load(RUNS)
     for name, make in figures.FILES[path].items():
         assert published.replaced(text, name, make(records)) == text
-
-
-def test_every_row_of_readme_can_be_divided():
-    """The table as a reader takes it: numbers of one pair, their ratio, and the worst, computed here once more."""
-    records = published.load(RUNS)
-    text = (ROOT / "README.md").read_text()
-    table = text.partition("made by `python benchmark/figures.py`")[2].splitlines()
-    lines = [line.strip("| ").split(" | ") for line in table]
-    rows = [cells for cells in lines if len(cells) == len(published.HEADING) and "→" in cells[1]]
-    shown = [row for row in published.ROWS if row.record == published.GPU_RECORD]
-    assert len(rows) == len(shown) > 1
-    for cells, row in zip(rows, shown, strict=True):
-        (entry,) = (e for e in records[row.record]["workloads"] if e["key"] == row.key)
-        of = {(r["variant"], r["number"]): r["figures"] for r in entry["runs"]}
-        gains = {n: of[row.side, n]["requests_per_s"] / of["off", n]["requests_per_s"] for v, n in of if v == "off"}
-        middle = min(gains, key=lambda n: abs(gains[n] - statistics.median_low(gains.values())))
-        figures_of = (("requests_per_s", min), ("ttft_p50_s", max), ("itl_mean_s", max))
-        for cell, (key, choose) in zip(cells[1:4], figures_of, strict=True):
-            off, on, ratio, worst = map(float, re.findall(r"\d+(?:\.\d+)?", cell.replace(",", "")))
-            assert ratio == pytest.approx(on / off, rel=0.02), f"{row.text}, {key}: the cell does not divide"
-            assert ratio == pytest.approx(of[row.side, middle][key] / of["off", middle][key], abs=0.0051)
-            assert worst == pytest.approx(choose(of[row.side, n][key] / of["off", n][key] for n in gains), abs=0.0051)
 
 
 def test_records_name_no_place_and_are_small():

@@ -107,17 +107,6 @@ def test_of_99_percent_nothing_is_claimed_of_few_requests(seconds):
         assert search.goodput(0.9) is not None and (found is None or found.requests >= 100)
 
 
-def test_few_requests_bound_what_is_claimed_of_99_percent_only_where_90_are_not_kept():
-    search = measured.Search()
-    search.told(trial(2, 0.95, 60))
-    assert search.best(0.9) == (2, math.inf) and search.best(0.99) == (0.0, math.inf)
-    search.told(trial(4, 0.5, 60))
-    assert search.best(0.9) == (2, 4) and search.best(0.99) == (0.0, 4)
-    # With more of them it is known.
-    search.told(trial(1, 1.0, 100))
-    assert search.best(0.99) == (1, 4)
-
-
 def test_below_a_rate_of_few_requests_nobody_looks_for_99_percent():
     """Of still lower rates there would be fewer."""
     asked = []

@@ -65,31 +65,13 @@ def test_options_of_commands():
             assert meaning, f"pd-radix {command} {names} has no help"
 
 
-def test_what_an_extra_adds_is_grouped():
-    rows = reference._by_extra([("`sglang:prefill_reads_total`", "x"), ("`SGLANG_PD_RADIX`", "y")])
-    assert [row[1] for row in rows] == ["", "[prefill_reads](../python/extras/prefill_reads/README.md)"]
-    assert rows[0][0] == "`SGLANG_PD_RADIX`" and rows[1][2:] == ("x",)
-
-
-def test_a_default_is_said_once():
-    assert reference._apart("requests (default: 4)") == ("requests", "4")
-    assert reference._apart("Where it listens. Default: 127.0.0.1:50055") == ("Where it listens", "127.0.0.1:50055")
-    assert reference._apart("all (both)") == ("all (both)", "")
-
-
 def test_metrics_are_those_that_are_made():
     made: set[str] = set()
     for tree in (PATCH, *ROOT.glob("python/extras/*/sglang")):
         for path in tree.rglob("*.py"):
             made |= set(re.findall(r"= (?:counter|gauge)\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
-    listed = {name.removeprefix("sglang:").removesuffix("_total"): worker for name, worker, *_ in reference.metrics()}
-    assert {*listed} == made and len(made) > 10
-    assert listed["pd_requests"] == "prefill, decode" and listed["decode_audit_faults"] == "decode with the flag"
-    assert listed["kv_transfer_failures"] == "prefill, decode with the flag"
-    assert (
-        listed["kv_transfer_sent_bytes"] == listed["prefill_reads"] == "prefill"
-        and listed["decode_prompt_tokens"] == "decode"
-    )
+    listed = {name.removeprefix("sglang:").removesuffix("_total") for name, *_ in reference.metrics()}
+    assert listed == made and len(made) > 10
 
 
 def keys_of(function: ast.FunctionDef) -> set[str]:

@@ -101,6 +101,7 @@ def test_radix_flag_is_added_once_and_only_if_wanted():
     "arguments, message",
     [
         (["--model-path", "./missing"], "make-model"),
+        (["--model-path", "/proc"], r"no config\.json"),
         (["--model-path", "m/x", "--decode-args", "--a 'b"], "--decode-args.*quotes"),
         (["--model-path", "m/x", "--prefill", "0"], "at least one"),
         (["--model-path", "m/x", "--", "--page-size", "x"], "--page-size x: must be a whole number"),
@@ -139,11 +140,6 @@ def test_the_router_is_given_an_ipv6_address_in_brackets(tmp_path, host, given):
     options = ["--model-path", "m/x", "--log-dir", str(tmp_path), "--host", host]
     router = next(one for one in up.cluster_from(parse(*options)).plan() if one.role == "router")
     assert option_value(router.command, "--host") == given
-
-
-def test_directory_without_config_is_not_a_model(tmp_path):
-    with pytest.raises(PdRadixError, match=r"no config\.json"):
-        up.check_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("version, message", [(None, "not installed"), ("0.24.6", "0.24.6 is installed, not 0.25.1")])
@@ -256,24 +252,20 @@ def test_a_signal_that_is_ignored_stays_ignored(fake, tmp_path):
     assert process.wait(timeout=60) == 0
 
 
-def test_signal_during_start_ends_everything(fake, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_PREFILL", "never")
-    process = start_up(fake, tmp_path)
-    until(lambda: len(fakes(os.environ["FAKE_MARK"])) >= 5, "not started")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "ended while starting" in err
-
-
-def test_signal_while_a_worker_does_not_answer_ends_the_start(fake, tmp_path, monkeypatch):
-    """One that hangs when a request has gone through: `up` ended half a minute later, as if it had served."""
-    monkeypatch.setenv("FAKE_DECODE", "hangs")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("role", "fault"), [("prefill", "never"), ("decode", "hangs")])
+def test_a_signal_during_the_start_ends_everything(fake, tmp_path, monkeypatch, role, fault, signum):
+    """Also while one hangs when a request has gone through: `up` ended half a minute later, as if it had served."""
+    monkeypatch.setenv(f"FAKE_{role.upper()}", fault)
     process = start_up(fake, tmp_path)
     log = tmp_path / "logs" / "decode-0.log"
-    until(lambda: log.is_file() and "flushed" in log.read_text(), "not that far")
-    process.send_signal(signal.SIGTERM)
+    if fault == "hangs":
+        until(lambda: log.is_file() and "flushed" in log.read_text(), "not that far")
+    else:
+        until(lambda: len(fakes(os.environ["FAKE_MARK"])) >= 5, "not started")
+    process.send_signal(signum)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == 143 and "ended while starting" in err and "ready:" not in out
+    assert process.returncode == 128 + signum and "ended while starting" in err and "ready:" not in out
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts(fake, tmp_path):
@@ -291,17 +283,6 @@ def test_killed_owner_leaves_no_orphans(fake, tmp_path):
     process.kill()
     process.communicate()
     until(lambda: not fakes(os.environ["FAKE_MARK"]), "orphans")
-
-
-def test_failure_of_one_process_ends_all(fake, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_DECODE", "dies-later")
-    process = start_up(fake, tmp_path)
-    until((tmp_path / "up.json").exists, "no JSON file")
-    document = json.loads((tmp_path / "up.json").read_text())
-    http(document["decode_urls"][0] + "/die", {})
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "decode-0 exited with code 1: MemoryError: no more" in err
 
 
 def test_a_worker_that_has_ended_in_peace_leaves_the_others(fake, tmp_path):

@@ -152,7 +152,7 @@ def test_where_rounding_is_as_large_as_a_fault_nothing_is_passed(answers: Deviat
     assert judged(judge, Found("new", 1, Deviation(2.9, 0.5, 0.0), (kv(0.0),))).word == "FAILED"
 
 
-@pytest.mark.parametrize("dtype, many", [("float32", 1.0), ("bfloat16", 50.0)])
+@pytest.mark.parametrize("dtype, many", [("float32", 1.0), ("torch.float32", 1.0), ("bfloat16", 50.0)])
 @pytest.mark.parametrize("what", ["most", "rms", "behind", "kv"])
 def test_what_is_as_large_as_the_noise_is_no_failure(dtype: str, many: float, what: str) -> None:
     """Above its ceiling the noise once made a run that was like it FAILED, beside CANNOT BE JUDGED."""
