@@ -140,6 +140,11 @@ def test_a_store_that_is_full_refuses_without_an_error(own_master):
     store._store.close()
 
 
+def test_a_store_without_memory_says_so(own_master):
+    with pytest.raises(OSError, match=r"No worker contributes memory \(global_segment_size\)"):
+        client(own_master.address, 1 << 12, 0)
+
+
 # ---- server arguments ----
 
 

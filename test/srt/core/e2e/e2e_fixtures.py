@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import mooncake_master
 import pytest
 from forked import Parents
 from pd import FLAG, LOCAL, ask, base_prompt, conversations, hit_lengths
@@ -102,13 +101,6 @@ class Clusters:
             # A worker looks every 5 seconds whether it shall end.
             self.cluster.stop(grace_s=0.0)
         self.cluster = self.key = None
-
-
-@pytest.fixture(scope="session")
-def master(tmp_path_factory):
-    """A mooncake_master, of a storage; skips where Mooncake is not installed."""
-    with mooncake_master.running(tmp_path_factory.mktemp("mooncake")) as started:
-        yield started
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import mooncake_master
 import pytest
 import requests
 from e2e_fixtures import BACKENDS
@@ -163,7 +165,10 @@ def storing(request, storage: str, folder: Path) -> tuple[list[str], dict[str, s
     """Options and environment of decode workers that share a storage of this name, new where it is in files."""
     environment = {DIRECTORY: str(folder)}
     if storage == "mooncake":
-        address = request.getfixturevalue("master").address
+        # Of one cluster: for 10 s or more a master offers the memory of workers that were killed.
+        held = ExitStack()
+        request.addfinalizer(held.close)
+        address = held.enter_context(mooncake_master.running(folder)).address
         environment = {"MOONCAKE_MASTER": address, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
         environment["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = str(256 * 1024**2)
     return ["--hicache-storage-backend", storage, *LIMITS], environment

@@ -179,9 +179,15 @@ class PagesInMooncake(PageStorage):
         from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 
         super().__init__(folder, page_bytes)
-        engines = MooncakeStore(
-            HiCacheStorageConfig(0, tp_size, 0, 1, True, False, True, None, extra_config=dict(options))
-        )
+        config = HiCacheStorageConfig(0, tp_size, 0, 1, True, False, True, None, extra_config=dict(options))
+        try:
+            engines = MooncakeStore(config)
+        except AssertionError as e:
+            # Of its warm-up, without a text.
+            raise OSError(
+                "a test page could not be written and read. No worker contributes memory (global_segment_size), or the "
+                "master still offers that of a killed worker, for its --client_ttl (10 s): start again after that"
+            ) from e
         self.place, self._store = f"{engines.config.master_server_address}/{folder}", engines.store
         # Buffers are kept because they are registered.
         self._rooms: list[torch.Tensor] = []
