@@ -119,6 +119,8 @@ def test_a_burst_that_is_over_before_its_queue_costs_anything_is_no_rate(request
         most = 79 / (8 * SLO.ttft_s)
         assert found["goodput"]["off"] == {"0.9": most, "0.99": None} and row[1] == "at least 4.94"
         assert row[4:] == ["fewer than 100 requests", "", ""]
+        # One request takes 25 ms, and 10 ms a token.
+        assert 25 <= float(row[2]) < 100 and row[3] == "10.0"
         # Nothing is wrong: it is told, and does not fail.
         note, why = found["notes"]
         assert why.startswith("off: of 99% nothing is known") and "--slo-seconds" in why
