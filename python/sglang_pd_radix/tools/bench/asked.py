@@ -11,9 +11,6 @@ from sglang_pd_radix.errors import PdRadixError
 
 from .workload import Request
 
-#: How the error of the load generator begins for status 503.
-REFUSED = "Service Unavailable"
-
 
 class RequestFailed(PdRadixError):
     """A request got no answer, or an incomplete one: a fault of the servers."""

@@ -23,7 +23,7 @@ from sglang_pd_radix.tools.cluster import http, log_tail
 from sglang_pd_radix.tools.cluster.local_http import servers_key
 
 from . import breakdown
-from .asked import REFUSED, Asked, RequestFailed
+from .asked import Asked, RequestFailed
 from .deploy import Deployment, Variant
 from .least import Keeper, PageIndex, pages_of, tokens_to_hold
 from .stats import p99, percentile
@@ -228,7 +228,8 @@ class _Course:
         prompts = [[*histories.get(r.group, ()), *r.ids] if workload.chat else r.ids for r in requests]
         refuses = workload.may_refuse and self._variant.refuses
         outputs = _ask(self._load, self._url, requests, prompts, workload.concurrency, workload.chat, refuses, check)
-        served = [not _refused(output) for output in outputs]
+        # Only refused ones have an error here.
+        served = [not output["error"] for output in outputs]
         self.refused += served.count(False)
         requests, prompts = [*compress(requests, served)], [*compress(prompts, served)]
         outputs = [*compress(outputs, served)]
@@ -343,8 +344,8 @@ def _round_of(
     }
 
 
-def _refused(output: dict[str, Any]) -> bool:
-    return (output["error"] or "").startswith(REFUSED)
+# How the error of the load generator begins for status 503.
+REFUSED = "Service Unavailable"
 
 
 def _ask(
@@ -364,9 +365,9 @@ def _ask(
     ]
     outputs = load.run({"url": url, "concurrency": concurrency, "encode": encode, "requests": body}, check)["outputs"]
     for i, (request, output) in enumerate(zip(requests, outputs, strict=True), 1):
-        if refuses and i > 1 and _refused(output):
-            continue
         if output["error"]:
+            if refuses and i > 1 and output["error"].startswith(REFUSED):
+                continue
             check()  # a dead worker is a better reason than its failed request
             raise RequestFailed(f"request {i} of {len(requests)} failed: {output['error']}")
         if output["tokens"] != request.answer:
